@@ -1,0 +1,19 @@
+// What this processor can run, asked once.
+#pragma once
+
+enum class Isa : int { BASE, AVX2, AVX512, AMX };
+
+struct IsaInfo {
+    Isa isa;
+    const char* name;
+};
+constexpr IsaInfo ISAS[] = {{Isa::BASE, "base"}, {Isa::AVX2, "avx2"}, {Isa::AVX512, "avx512"}, {Isa::AMX, "amx"}};
+
+// Raised whenever the bits of a result change: tokens computed under another number are not ours to continue.
+constexpr int NUMERICS = 2;
+
+// Raised whenever a function of the module takes or returns something else: `engine/kernels/cpu.py` names the number it calls.
+constexpr int ABI = 1;
+
+// The best set this build and this machine have in common. AMX counts only if the kernel grants the tile state.
+Isa best_isa();

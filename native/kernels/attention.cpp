@@ -1,0 +1,191 @@
+// Attention of a tile of queries over the spans of one sequence, one KV head at a time.
+#include "isa.h"
+#include "attention.h"
+#if defined(__AMX_BF16__)
+#include "attention_amx.h"
+#endif
+
+namespace MOORAGE_ISA {
+
+static int whole(int dim) { return (dim + 15) / 16 * 16; }
+
+// Scratch: queries, span values and final values [QUERIES, D'] float32; K page, V page [PAGE, D'] bf16 for head sizes with a rest.
+size_t attention_scratch(const AttentionJob& j) {
+    const size_t bytes = sizeof(float) * whole(j.dim) * (PAGE + 3 * QUERIES);
+#if defined(__AMX_BF16__)
+    const size_t tiles = amx_attention_scratch(j.dim);
+    return tiles > bytes ? tiles : bytes;
+#else
+    return bytes;
+#endif
+}
+
+// Rows of bf16 whose length is a multiple of 16: the page itself, or a copy with zeros behind every row.
+static const uint16_t* whole_rows(const uint16_t* from, int rows, int dim, uint16_t* copy) {
+    const int ld = whole(dim);
+    if (ld == dim) return from;
+    for (int r = 0; r < rows; r++) {
+        memcpy(copy + r * ld, from + r * dim, dim * sizeof *from);
+        memset(copy + r * ld + dim, 0, (ld - dim) * sizeof *from);
+    }
+    return copy;
+}
+
+constexpr int SIDE = NREG == 1 ? 4 : 2; // queries, and keys, whose products are in registers together
+
+// score[q][i] = query q times key i for keys [first, last).
+template <int Q> static void score_page(const float* q, const uint16_t* k, int ld, int first, int last, float (*score)[PAGE]) {
+    for (int i = first; i < last; i += SIDE) {
+        const uint16_t* row[SIDE];
+        for (int n = 0; n < SIDE; n++) row[n] = k + (i + n < last ? i + n : last - 1) * ld;
+        F acc[4 * Q];
+        for (F& a : acc) a = zero();
+        for (int d = 0; d < ld; d += 16) {
+            F a[Q];
+            for (int m = 0; m < Q; m++) a[m] = load(q + m * ld + d);
+            for (int n = 0; n < SIDE; n++) {
+                const F key = load_bf16(row[n] + d);
+                for (int m = 0; m < Q; m++) acc[4 * m + n] = fma(a[m], key, acc[4 * m + n]);
+            }
+        }
+        for (int m = 0; m < Q; m++) {
+            float sums[4];
+            four_sums(acc + 4 * m, sums);
+            for (int n = 0; n < SIDE && i + n < last; n++) score[m][i + n] = sums[n];
+        }
+    }
+}
+
+// values = keep values + sum of p[i] v[i], i in [first, last), for D sixteens of the head.
+template <int Q, int D> static void add_values(const float (*p)[PAGE], const float* keep, const uint16_t* v, int ld, int first, int last, int at, Fold* f) {
+    F acc[Q][D];
+    for (int m = 0; m < Q; m++)
+        for (int d = 0; d < D; d++) acc[m][d] = zero();
+    for (int i = first; i < last; i++) {
+        F value[D];
+        for (int d = 0; d < D; d++) value[d] = load_bf16(v + i * ld + at + 16 * d);
+        for (int m = 0; m < Q; m++) {
+            const F weight = splat(p[m][i]);
+            for (int d = 0; d < D; d++) acc[m][d] = fma(weight, value[d], acc[m][d]);
+        }
+    }
+    for (int m = 0; m < Q; m++)
+        for (int d = 0; d < D; d++) {
+            float* to = f[m].values + at + 16 * d;
+            store(to, fma(load(to), splat(keep[m]), acc[m][d]));
+        }
+}
+
+// One page into the running softmax of Q queries that see the same keys [first, last) of it.
+template <int Q> static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, int ld, int first, int last, Fold* f) {
+    float score[Q][PAGE], keep[Q];
+    for (int m = 0; m < Q; m++)
+        for (int i = 0; i < PAGE; i++) score[m][i] = -INFINITY;
+    score_page<Q>(q, k, ld, first, last, score);
+    for (int m = 0; m < Q; m++) {
+        F most = load(score[m]);
+        for (int i = 16; i < PAGE; i += 16) most = max(most, load(score[m] + i));
+        const float now = top(most), next = now > f[m].most ? now : f[m].most;
+        keep[m] = f[m].most == -INFINITY ? 0.0f : exp1(f[m].most - next);
+        F total = zero();
+        for (int i = 0; i < PAGE; i += 16) {
+            const F p = exp(load(score[m] + i) - splat(next));
+            store(score[m] + i, p);
+            total = total + p;
+        }
+        f[m].most = next;
+        f[m].total = f[m].total * keep[m] + sum(total);
+    }
+    int d = 0;
+    for (; d + 16 * SIDE <= ld; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, f);
+    for (; d < ld; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, f);
+}
+
+// All queries of a task; those of one token see the same keys.
+static void attend_queries(const AttentionJob& j, const AttentionTask& t, const float* q, const uint16_t* k, const uint16_t* v, int64_t page, Fold* f) {
+    const int ld = whole(j.dim), group = j.heads / j.kv_heads;
+    for (int token = 0; token < t.nt; token++) {
+        int first, last, i = token * group;
+        visible(j, t.position + token, page, first, last);
+        if (first >= last) continue;
+        for (; i + SIDE <= (token + 1) * group; i += SIDE) attend_page<SIDE>(q + i * ld, k, v, ld, first, last, f + i);
+        switch ((token + 1) * group - i) {
+        case 3: attend_page<SIDE == 4 ? 3 : 1>(q + i * ld, k, v, ld, first, last, f + i); break;
+        case 2: attend_page<2>(q + i * ld, k, v, ld, first, last, f + i); break;
+        case 1: attend_page<1>(q + i * ld, k, v, ld, first, last, f + i); break;
+        default: break;
+        }
+    }
+}
+
+static void clear(Fold& f, int ld) {
+    f.most = -INFINITY, f.total = 0;
+    memset(f.values, 0, ld * sizeof(float));
+}
+
+void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
+#if defined(__AMX_BF16__)
+    if (j.dim % DEPTH == 0) return amx_attention(j, t, scratch); // other head sizes have no whole tiles
+#endif
+    const int ld = whole(j.dim), group = j.heads / j.kv_heads, queries = t.nt * group;
+    float* at = (float*)scratch;
+    auto take = [&](int64_t n) { float* p = at; at += n * ld; return p; };
+    uint16_t *k_copy = (uint16_t*)take(PAGE / 2), *v_copy = (uint16_t*)take(PAGE / 2);
+    float* q = take(QUERIES);
+    Fold span[QUERIES], all[QUERIES];
+    for (int i = 0; i < queries; i++) {
+        const float* from = j.q + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim;
+        for (int d = 0; d < ld; d++) q[i * ld + d] = d < j.dim ? from[d] * j.scale : 0.0f;
+        span[i].values = take(1), all[i].values = take(1);
+        clear(all[i], ld);
+    }
+    for (int s = t.span0; s < t.span1; s++) {
+        for (int i = 0; i < queries; i++) clear(span[i], ld);
+        for (int64_t page = (int64_t)s * SPAN_PAGES; page < (int64_t)(s + 1) * SPAN_PAGES; page++) {
+            int first, last, unused;
+            visible(j, t.position, page, first, unused);                // the first query sees furthest back
+            visible(j, t.position + t.nt - 1, page, unused, last);      // the last one furthest ahead
+            if (last <= first) continue;
+            const int64_t offset = ((int64_t)t.pages[page] * j.kv_heads + t.kv_head) * PAGE * j.dim;
+            const uint16_t *k = whole_rows(j.k + offset, last, j.dim, k_copy), *v = whole_rows(j.v + offset, last, j.dim, v_copy);
+            attend_queries(j, t, q, k, v, page, span);
+        }
+        for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], ld);
+    }
+    for (int i = 0; i < queries; i++) {
+        if (t.partial) {
+            float* to = t.partial + i * (int64_t)(j.dim + 2);
+            to[0] = span[i].most, to[1] = span[i].total;
+            memcpy(to + 2, span[i].values, j.dim * sizeof(float));
+        } else {
+            finish(all[i], j.out + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim, j.dim);
+        }
+    }
+}
+
+// partials: [spans][stride floats], each [nt * G][dim + 2] as `attention` leaves them.
+void attention_merge(const AttentionJob& j, const AttentionTask& t, const float* partials, int64_t stride, int spans) {
+    const int group = j.heads / j.kv_heads;
+    for (int i = 0; i < t.nt * group; i++) {
+        float* out = j.out + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim;
+        Fold all{-INFINITY, 0, out};
+        memset(out, 0, j.dim * sizeof(float));
+        for (int s = 0; s < spans; s++) {
+            const float* from = partials + s * stride + i * (int64_t)(j.dim + 2);
+            fold(all, Fold{from[0], from[1], const_cast<float*>(from + 2)}, j.dim);
+        }
+        finish(all, out, j.dim);
+    }
+}
+
+void write_kv(const float* from, uint16_t* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) store_bf16(to + i, load(from + i));
+    for (; i < n; i++) to[i] = float_bf16(from[i]);
+}
+
+void fill_attention(Kernels& k) {
+    k.write_kv = write_kv, k.attention_scratch = attention_scratch, k.attention = attention, k.attention_merge = attention_merge;
+}
+
+} // namespace MOORAGE_ISA

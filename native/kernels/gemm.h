@@ -1,0 +1,187 @@
+// out = x W^T with float32 FMA: every machine without AMX.
+//
+// Numerics: a weight is its float32 value (kernels/dequant.h); the dot product of a row pair is sixteen partial sums, index k
+// to lane k % 16, k ascending, folded by `sum`. Neither the number of rows nor their neighbours enter it: few rows of x and many
+// run the same additions in the same order, blocked differently.
+#pragma once
+#include "groups.h"
+#include "kernels.h"
+
+namespace MOORAGE_ISA {
+
+constexpr int BLOCK = 32;    // rows of a panel block, and weight rows of one gemm call
+constexpr int64_t PIECE = 512; // columns of weights that are unpacked at a time
+constexpr int HELD = 8;      // rows of them: 16 KB of float32, half of a small L1
+constexpr int FEW = NREG == 1 ? 16 : 2; // rows of x that are multiplied, four at most, while weights are in registers
+
+inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
+
+// A panel holds activation rows, each padded with zeros to whole groups.
+inline size_t panel_bytes(int64_t rows, int64_t cols) { return (size_t)rows * padded(cols) * sizeof(float); }
+
+// Packs block number `b` (rows 32b..32b+31) of a panel of `rows` rows; row i is x[index[i]], or x[i] without an index.
+inline void pack(void* panel, Format, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
+    const int64_t ld = padded(cols);
+    for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
+        float* to = (float*)panel + i * ld;
+        memcpy(to, x + (index ? index[i] : i) * cols, cols * sizeof(float));
+        memset(to + cols, 0, (ld - cols) * sizeof(float));
+    }
+}
+
+struct Scratch {
+    float w[HELD * PIECE];         // unpacked weights
+    float acc[TOKENS][HELD][LANES]; // partial sums
+    float c[TOKENS * BLOCK];       // products
+};
+inline size_t gemm_scratch(Format, int64_t) { return sizeof(Scratch); }
+
+// Brings the rows that come next nearer, evenly and in address order: the hardware's streams cannot follow several rows inside one
+// page, and a burst would hold all fill buffers of L1 for a memory latency.
+inline void prefetch(const uint8_t* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+// T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
+template <class Reader, int T>
+__attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
+    constexpr int R = NREG == 1 ? 4 : 2, UNROLL = Reader::UNROLL;
+    const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
+    for (int r = 0; r < nr; r += R) {
+        const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = r + R < nr ? base + R * m.stride : next ? next : base;
+        const auto row = [&](int i) { return Reader(m.format, base + (r + i < nr ? i : nr - 1 - r) * m.stride, m.cols); };
+        Reader w[4] = {row(0), row(1), row(2), row(3)};
+        F acc[16];
+        for (F& a : acc) a = zero();
+        for (int64_t eight = 0; eight < groups; eight += 8) {
+            for (int i = 0; i < R; i++) w[i].begin(eight);
+            for (int64_t g0 = eight; g0 < groups && g0 < eight + 8; g0 += UNROLL) {
+#pragma GCC unroll 8
+                for (int u = 0; u < UNROLL; u++) {
+                    const int64_t g = g0 + u;
+                    prefetch(ahead + g * step, R * Reader::BYTES);
+#pragma GCC unroll 8
+                    for (int i = 0; i < R; i++) {
+                        F a, b;
+                        w[i].group(g, a, b);
+#pragma GCC unroll 4
+                        for (int t = 0; t < T; t++) {
+                            F& sum = acc[t * 4 + i];
+                            sum = fma(b, load(x + t * ld + GROUP * g + 16), fma(a, load(x + t * ld + GROUP * g), sum));
+                        }
+                    }
+                }
+            }
+        }
+        for (int t = 0; t < T; t++) {
+            float sums[4];
+            four_sums(acc + t * 4, sums);
+            for (int i = 0; i < R && r + i < nr; i++) c[t * BLOCK + r + i] = sums[i];
+        }
+    }
+}
+
+// Columns [k0, k1) of a row as float32; k0 is a multiple of 256, k1 one of 32.
+template <class Reader>
+__attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, int64_t k1, float* to) {
+    constexpr int UNROLL = Reader::UNROLL;
+    Reader w(m.format, m.data + row * m.stride, m.cols);
+    for (int64_t eight = k0 / GROUP; eight < k1 / GROUP; eight += 8) {
+        w.begin(eight);
+        for (int64_t g0 = eight; g0 < k1 / GROUP && g0 < eight + 8; g0 += UNROLL)
+#pragma GCC unroll 8
+            for (int u = 0; u < UNROLL; u++, to += GROUP) {
+                F a, b;
+                w.group(g0 + u, a, b);
+                store(to, a), store(to + 16, b);
+            }
+    }
+}
+
+// acc[t][r] += the products of k columns of R rows of unpacked weights and T rows of x.
+template <int R, int T>
+__attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, int64_t k, bool first, float (*to)[HELD][LANES]) {
+    F acc[T][R];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) acc[t][r] = first ? zero() : load(to[t][r]);
+    for (int64_t i = 0; i < k; i += LANES) {
+        F a[T];
+        for (int t = 0; t < T; t++) a[t] = load(x + t * ld + i);
+        for (int r = 0; r < R; r++) {
+            F row = load(w + r * PIECE + i);
+#if defined(__AVX512F__)
+            __asm__("" : "+v"(row.r[0])); // loaded once, not by every product: loads are as scarce as products
+#endif
+            for (int t = 0; t < T; t++) acc[t][r] = fma(row, a[t], acc[t][r]);
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) store(to[t][r], acc[t][r]);
+}
+
+// n rows of x against rows [r0, r0 + nr): eight rows of weights are unpacked a piece at a time and meet all of x while they are in L1.
+template <class Reader>
+__attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, const float* x, int64_t n, const uint8_t* next, Scratch& s) {
+    constexpr int R = NREG == 1 ? HELD : 2, T = 3;
+    const int64_t ld = padded(m.cols);
+    for (int r = 0; r < nr; r += HELD) {
+        const uint8_t* ahead = r + HELD < nr ? m.data + (r0 + r + HELD) * m.stride : next ? next : m.data;
+        const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + T - 1) / T)) + 1;
+        for (int64_t k = 0; k < ld; k += PIECE) {
+            const int64_t some = ld - k < PIECE ? ld - k : PIECE;
+            for (int i = 0; i < HELD; i++) unpack<Reader>(m, r0 + (r + i < nr ? r + i : nr - 1), k, k + some, s.w + i * PIECE);
+            for (int64_t t = 0; t < n; t += T) {
+                prefetch(ahead, bytes), ahead += bytes;
+                const float* a = x + t * ld + k;
+                for (int i = 0; i < HELD; i += R) {
+                    const float* w = s.w + i * PIECE;
+                    const auto to = (float(*)[HELD][LANES])s.acc[t][i];
+                    n - t >= 3 ? dots<R, 3>(w, a, ld, some, k == 0, to) : n - t == 2 ? dots<R, 2>(w, a, ld, some, k == 0, to)
+                                                                              : dots<R, 1>(w, a, ld, some, k == 0, to);
+                }
+            }
+        }
+        for (int64_t t = 0; t < n; t++) // rows past nr write where nobody reads
+            for (int i = 0; i < HELD; i += 4) four_sums((const F*)s.acc[t][i], s.c + t * BLOCK + r + i);
+    }
+}
+
+// Weights [first, first + n) of a stored row as float32; `first` is a multiple of 256.
+inline void read_row(Format format, const uint8_t* row, int64_t first, int64_t n, float* out) {
+    const Matrix m{format, row, 1, first + n, 0};
+    with_reader(format, [&]<class Reader>() {
+        if (n % GROUP == 0) return unpack<Reader>(m, 0, first, first + n, out);
+        const int64_t whole = n / GROUP * GROUP;
+        float last[GROUP];
+        unpack<Reader>(m, 0, first, first + whole, out);
+        Reader w(format, row, first + n); // plain floats: they need no `begin`
+        F a, b;
+        w.group((first + whole) / GROUP, a, b);
+        store(last, a), store(last + 16, b);
+        memcpy(out + whole, last, (n - whole) * sizeof(float));
+    });
+}
+
+// c[t * 32 + r] = panel row t times weight row r0 + r.
+static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int nr, const float* x, int64_t n, const uint8_t* next, Scratch& s) {
+    with_reader(m.format, [&]<class Reader>() {
+        if (n > FEW) return blocked<Reader>(m, r0, nr, x, n, next, s);
+        const int64_t ld = padded(m.cols);
+        int64_t t = 0;
+        for (; NREG == 1 && t + 4 <= n; t += 4) stream<Reader, NREG == 1 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+        for (; t + 2 <= n; t += 2) stream<Reader, 2>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+        if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+    });
+}
+
+// Calls sink(t0, nt, c) for blocks of at most 32 of the panel's n <= TOKENS rows from row `at`; c[t * 32 + r] is panel row
+// at + t0 + t times weight row r0 + r, r < nr <= 32. `next`: the weight rows this thread reads after these, if known.
+template <class Sink>
+void gemm(const Matrix& m, int64_t r0, int nr, const void* panel, int64_t, int64_t at, int64_t n, void* scratch, const uint8_t* next,
+          const Sink& sink) {
+    Scratch& s = *(Scratch*)scratch;
+    products(m, r0, nr, (const float*)panel + at * padded(m.cols), n, next, s);
+    for (int64_t t = 0; t < n; t += BLOCK) sink(t, (int)(n - t < BLOCK ? n - t : BLOCK), (const float*)s.c + t * BLOCK);
+}
+
+} // namespace MOORAGE_ISA

@@ -1,0 +1,369 @@
+// Python's door to the kernels: `engine._native`. Owns every check of what comes in; a bad argument is a ValueError here.
+//
+// Tensors are read through four attributes (dtype, shape, is_contiguous, data_ptr): no torch headers, and a tenth of the cost
+// of a DLPack round trip, which matters at a hundred calls a token.
+#include "ops.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <stdexcept>
+#include <string>
+
+namespace nb = nanobind;
+
+namespace {
+
+[[noreturn]] void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
+
+struct DType {
+    const char* name; // torch's
+    int size;
+};
+constexpr DType DTYPES[] = {{"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"uint8", 1}, {"int32", 4}};
+enum { F32, F16, BF16, U8, I32, DTYPE_COUNT };
+PyObject* dtypes[DTYPE_COUNT]; // torch's singletons, held for the life of the process
+
+struct Tensor {
+    uint8_t* data;
+    int dtype, dims;
+    int64_t shape[5];
+    const char* name;
+
+    int64_t size() const {
+        int64_t n = 1;
+        for (int i = 0; i < dims; i++) n *= shape[i];
+        return n;
+    }
+    float* f() const { return (float*)data; }
+    int32_t* i() const { return (int32_t*)data; }
+};
+
+std::string shape_text(const Tensor& t) {
+    std::string s = "[";
+    for (int i = 0; i < t.dims; i++) s += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return s + "]";
+}
+
+Tensor any_tensor(nb::handle h, const char* name) {
+    static PyObject *const n_dtype = PyUnicode_InternFromString("dtype"), *const n_shape = PyUnicode_InternFromString("shape"),
+                     *const n_cpu = PyUnicode_InternFromString("is_cpu"), *const n_ptr = PyUnicode_InternFromString("data_ptr"),
+                     *const n_cont = PyUnicode_InternFromString("is_contiguous");
+    auto get = [&](PyObject* attr) {
+        nb::object o = nb::steal(PyObject_GetAttr(h.ptr(), attr));
+        if (!o.is_valid()) {
+            PyErr_Clear();
+            fail(std::string(name) + ": expected a torch tensor");
+        }
+        return o;
+    };
+    auto call = [&](PyObject* attr) {
+        nb::object o = nb::steal(PyObject_CallMethodNoArgs(h.ptr(), attr));
+        if (!o.is_valid()) throw nb::python_error();
+        return o;
+    };
+    Tensor t{};
+    t.name = name;
+    nb::object dtype = get(n_dtype), shape = get(n_shape);
+    for (t.dtype = 0; t.dtype < DTYPE_COUNT && dtypes[t.dtype] != dtype.ptr();) t.dtype++;
+    if (t.dtype == DTYPE_COUNT) fail(std::string(name) + ": dtype " + nb::str(dtype).c_str() + " has no kernel");
+    if (get(n_cpu).ptr() != Py_True) fail(std::string(name) + ": tensor is not in CPU memory");
+    if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > 5) fail(std::string(name) + ": more than 5 dimensions");
+    t.dims = (int)PyTuple_GET_SIZE(shape.ptr());
+    for (int i = 0; i < t.dims; i++) t.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
+    if (call(n_cont).ptr() != Py_True) fail(std::string(name) + ": tensor is not contiguous");
+    t.data = (uint8_t*)PyLong_AsVoidPtr(call(n_ptr).ptr());
+    if (!t.data && t.size()) fail(std::string(name) + ": tensor has no memory");
+    return t;
+}
+
+// A tensor of one dtype and shape; -1 in `shape` is any size.
+Tensor tensor(nb::handle h, const char* name, int dtype, std::initializer_list<int64_t> shape) {
+    Tensor t = any_tensor(h, name);
+    bool same = t.dims == (int)shape.size();
+    int i = 0;
+    for (int64_t n : shape) same = same && (n < 0 || n == t.shape[i]), i++;
+    if (t.dtype != dtype || !same) {
+        Tensor want{};
+        want.dims = 0;
+        for (int64_t n : shape) want.shape[want.dims++] = n;
+        fail(std::string(name) + ": expected " + DTYPES[dtype].name + " " + shape_text(want) + ", got " + DTYPES[t.dtype].name + " " +
+             shape_text(t));
+    }
+    return t;
+}
+
+Format format_of(const std::string& name) {
+    for (int i = 0; i < (int)Format::COUNT; i++)
+        if (name == FORMATS[i].name) return (Format)i;
+    fail("weight type " + name + " has no kernel");
+}
+
+// A weight [..., rows, cols]: a float tensor when `type` is empty, else uint8 blocks [..., rows, row_bytes] of a ggml type.
+Matrix matrix(nb::handle h, const char* name, const std::string& type, int dims, int64_t cols, int64_t* lead = nullptr) {
+    const Tensor t = any_tensor(h, name);
+    if (t.dims != dims) fail(std::string(name) + ": expected " + std::to_string(dims) + " dimensions, got " + shape_text(t));
+    Matrix m{};
+    if (type.empty()) {
+        if (t.dtype > BF16) fail(std::string(name) + ": " + DTYPES[t.dtype].name + " weights need a block type");
+        m.format = t.dtype == F32 ? Format::F32 : t.dtype == F16 ? Format::F16 : Format::BF16;
+    } else {
+        m.format = format_of(type);
+        if (t.dtype != U8) fail(std::string(name) + ": blocks of " + type + " must be uint8");
+    }
+    m.data = t.data, m.rows = t.shape[dims - 2], m.cols = cols;
+    if (cols <= 0 || cols % info(m.format).elements)
+        fail(std::string(name) + ": " + std::to_string(cols) + " columns are no multiple of a " + info(m.format).name + " block");
+    m.stride = row_bytes(m.format, cols);
+    if (t.shape[dims - 1] * DTYPES[t.dtype].size != m.stride)
+        fail(std::string(name) + ": rows of " + shape_text(t) + " do not hold " + std::to_string(cols) + " columns");
+    if (lead) *lead = t.shape[0];
+    return m;
+}
+
+int act_of(const std::string& act) {
+    if (act == "silu") return 0;
+    if (act == "gelu_tanh") return 1;
+    if (act == "sigmoid") return 2;
+    fail("activation " + act + " has no kernel");
+}
+
+void in_range(const Tensor& t, int64_t limit) {
+    for (int64_t i = 0; i < t.size(); i++)
+        if (t.i()[i] < 0 || t.i()[i] >= limit)
+            fail(std::string(t.name) + ": " + std::to_string(t.i()[i]) + " is not in 0.." + std::to_string(limit - 1));
+}
+
+// Rows of sequence s are cu[s]..cu[s+1]; they must tile [0, rows).
+void check_segments(const Tensor& cu, int64_t rows) {
+    const int64_t n = cu.shape[0] - 1;
+    if (n < 0 || cu.i()[0] != 0 || cu.i()[n] != rows) fail("cu: must run from 0 to the number of rows, " + std::to_string(rows));
+    for (int64_t s = 0; s < n; s++)
+        if (cu.i()[s] > cu.i()[s + 1]) fail("cu: must not fall");
+}
+
+void check_pages(const Tensor& cu, const Tensor& start, const Tensor& pages, int64_t held, int window) {
+    for (int64_t s = 0; s < start.shape[0]; s++) {
+        const int64_t from = start.i()[s], len = cu.i()[s + 1] - cu.i()[s], width = pages.shape[1];
+        if (!len) continue;
+        if (from < 0 || (from + len + PAGE - 1) / PAGE > width) fail("pages: the table of sequence " + std::to_string(s) + " is too short");
+        const int64_t oldest = window && from + 1 > window ? from + 1 - window : 0;
+        for (int64_t p = oldest / PAGE; p * PAGE < from + len; p++) {
+            const int32_t page = pages.i()[s * width + p];
+            if (page < 0 || page >= held)
+                fail("pages: sequence " + std::to_string(s) + " names page " + std::to_string(page) + " of " + std::to_string(held));
+        }
+    }
+}
+
+using release = nb::gil_scoped_release;
+using H = nb::handle;
+
+void linear(Ops& ops, H out_, H x_, H w_, const std::string& type, H bias_) {
+    const Tensor x = tensor(x_, "x", F32, {-1, -1});
+    const Matrix w = matrix(w_, "weight", type, 2, x.shape[1]);
+    const Tensor out = tensor(out_, "out", F32, {x.shape[0], w.rows});
+    const float* bias = bias_.is_none() ? nullptr : tensor(bias_, "bias", F32, {w.rows}).f();
+    if (!out.size()) return;
+    release r;
+    ops.linear(x.f(), x.shape[0], w, bias, out.f());
+}
+
+void embed(Ops& ops, H out_, H table, const std::string& type, H ids_) {
+    const Tensor ids = tensor(ids_, "ids", I32, {-1}), out = tensor(out_, "out", F32, {ids.shape[0], -1});
+    const Matrix m = matrix(table, "table", type, 2, out.shape[1]);
+    in_range(ids, m.rows);
+    release r;
+    ops.embed(m, ids.i(), ids.shape[0], out.f());
+}
+
+void dequantize(Ops& ops, H out_, H data, const std::string& type) {
+    const Tensor out = tensor(out_, "out", F32, {-1, -1});
+    const Matrix m = matrix(data, "data", type, 2, out.shape[1]);
+    if (m.rows != out.shape[0]) fail("out: expected " + std::to_string(m.rows) + " rows");
+    release r;
+    ops.dequantize(m, out.f());
+}
+
+void moe(Ops& ops, H out_, H x_, H ids_, H weights_, H up_, const std::string& up_type, H down_, const std::string& down_type,
+         const std::string& act, H place_) {
+    const Tensor x = tensor(x_, "x", F32, {-1, -1}), ids = tensor(ids_, "ids", I32, {x.shape[0], -1});
+    const Tensor weights = tensor(weights_, "weights", F32, {x.shape[0], ids.shape[1]});
+    const Tensor out = tensor(out_, "out", F32, {x.shape[0], x.shape[1]});
+    int64_t experts, same;
+    const Matrix up = matrix(up_, "gate_up", up_type, 3, x.shape[1], &experts);
+    const Matrix down = matrix(down_, "down", down_type, 3, up.rows / 2, &same);
+    if (up.rows % 2 || down.rows != x.shape[1] || same != experts) fail("gate_up and down do not belong together");
+    const int32_t* place = nullptr;
+    if (!place_.is_none()) {
+        const Tensor t = tensor(place_, "place", I32, {-1});
+        in_range(ids, t.shape[0]);
+        for (int64_t i = 0; i < ids.size(); i++)
+            if (const int32_t at = t.i()[ids.i()[i]]; at < 0 || at >= experts)
+                fail("place: expert " + std::to_string(ids.i()[i]) + " lies at " + std::to_string(at) + " of " + std::to_string(experts));
+        place = t.i(), experts = t.shape[0];
+    }
+    in_range(ids, experts);
+    const int a = act_of(act);
+    if (!out.size() || !ids.size()) return;
+    release r;
+    ops.moe(x.f(), x.shape[0], ids.i(), weights.f(), (int)ids.shape[1], experts, place, up, down, a, out.f());
+}
+
+void moe_merge(Ops& ops, H out_, H parts_, H ids_, H weights_) {
+    const Tensor parts = tensor(parts_, "parts", F32, {-1, -1, -1}), ids = tensor(ids_, "ids", I32, {parts.shape[0], parts.shape[1]});
+    const Tensor weights = tensor(weights_, "weights", F32, {ids.shape[0], ids.shape[1]});
+    const Tensor out = tensor(out_, "out", F32, {parts.shape[0], parts.shape[2]});
+    in_range(ids, INT32_MAX);
+    if (!out.size()) return;
+    release r;
+    ops.moe_merge(parts.f(), ids.i(), weights.f(), parts.shape[0], (int)parts.shape[1], parts.shape[2], out.f());
+}
+
+void attention(Ops& ops, H out_, H q_, H k_, H v_, H kp_, H vp_, H cu_, H start_, H pages_, float scale, int window) {
+    const Tensor q = tensor(q_, "q", F32, {-1, -1, -1});
+    const int64_t rows = q.shape[0], dim = q.shape[2];
+    const Tensor k = tensor(k_, "k", F32, {rows, -1, dim}), v = tensor(v_, "v", F32, {rows, k.shape[1], dim});
+    const int64_t heads = q.shape[1], kv_heads = k.shape[1];
+    if (kv_heads < 1 || heads % kv_heads || heads / kv_heads > QUERIES) fail("q: query heads are no small multiple of KV heads");
+    if (dim < 1 || dim > 1024) fail("q: head size must be in 1..1024");
+    if (window < 0) fail("window: must not be negative");
+    const Tensor kp = tensor(kp_, "k pages", BF16, {-1, kv_heads, PAGE, dim}), vp = tensor(vp_, "v pages", BF16, {kp.shape[0], kv_heads, PAGE, dim});
+    const Tensor out = tensor(out_, "out", F32, {rows, heads, dim}), cu = tensor(cu_, "cu", I32, {-1});
+    check_segments(cu, rows);
+    const int64_t n = cu.shape[0] - 1;
+    const Tensor start = tensor(start_, "start", I32, {n}), pages = tensor(pages_, "pages", I32, {n, -1});
+    check_pages(cu, start, pages, kp.shape[0], window);
+    if (!out.size()) return;
+    AttentionJob job{q.f(), (uint16_t*)kp.data, (uint16_t*)vp.data, out.f(), (int)heads, (int)kv_heads, (int)dim, scale, window};
+    release r;
+    ops.attention(job, k.f(), v.f(), Sequences{cu.i(), start.i(), pages.i(), nullptr, (int)n, (int)pages.shape[1]});
+}
+
+void delta_net(Ops& ops, H out_, H qkv_, H a_, H b_, H conv_, H bias_, H log_, H conv_state_, H s_, H cu_, H slot_) {
+    const Tensor s = tensor(s_, "s", F32, {-1, -1, -1, -1}), qkv = tensor(qkv_, "qkv", F32, {-1, -1});
+    const int64_t rows = qkv.shape[0], width = qkv.shape[1], slots = s.shape[0], hv = s.shape[1], dk = s.shape[2], dv = s.shape[3];
+    const int64_t keys = width - hv * dv;
+    if (dk < 1 || hv < 1 || keys <= 0 || keys % (2 * dk) || hv % (keys / 2 / dk)) fail("qkv: width does not fit the state's heads");
+    const Tensor a = tensor(a_, "a", F32, {rows, hv}), b = tensor(b_, "b", F32, {rows, hv}), conv = tensor(conv_, "conv", F32, {width, -1});
+    const int64_t taps = conv.shape[1];
+    if (taps < 1 || taps > 8) fail("conv: kernel size must be in 1..8");
+    const Tensor bias = tensor(bias_, "dt_bias", F32, {hv}), log = tensor(log_, "a_log", F32, {hv});
+    const Tensor past = tensor(conv_state_, "conv state", F32, {slots, width, taps - 1}), out = tensor(out_, "out", F32, {rows, hv, dv});
+    const Tensor cu = tensor(cu_, "cu", I32, {-1});
+    check_segments(cu, rows);
+    const Tensor slot = tensor(slot_, "slot", I32, {cu.shape[0] - 1});
+    in_range(slot, slots);
+    if (!out.size()) return;
+    DeltaJob job{qkv.f(), a.f(), b.f(), conv.f(), bias.f(), log.f(), past.f(), s.f(), nullptr, nullptr, nullptr, out.f(),
+                 (int)(keys / 2 / dk), (int)hv, (int)dk, (int)dv, (int)taps, cu.i(), slot.i(), (int)slot.shape[0]};
+    release r;
+    ops.delta_net(job, rows);
+}
+
+void rms_norm(Ops& ops, H out_, H x_, H w_, float eps, bool plus_one) {
+    const Tensor x = any_tensor(x_, "x"), out = any_tensor(out_, "out");
+    const int64_t n = x.dims ? x.shape[x.dims - 1] : 0;
+    const Tensor w = tensor(w_, "weight", F32, {n});
+    if (x.dtype != F32 || out.dtype != F32 || out.size() != x.size()) fail("x and out must be float32 of one size");
+    if (!x.size()) return;
+    release r;
+    ops.rms_norm(x.f(), w.f(), eps, plus_one, out.f(), x.size() / n, n);
+}
+
+void gated_norm(Ops& ops, H out_, H x_, H z_, H w_, float eps) {
+    const Tensor x = any_tensor(x_, "x"), z = any_tensor(z_, "z"), out = any_tensor(out_, "out");
+    const int64_t n = x.dims ? x.shape[x.dims - 1] : 0;
+    const Tensor w = tensor(w_, "weight", F32, {n});
+    if (x.dtype != F32 || z.dtype != F32 || out.dtype != F32 || out.size() != x.size() || z.size() != x.size())
+        fail("x, z and out must be float32 of one size");
+    if (!x.size()) return;
+    release r;
+    ops.gated_norm(x.f(), z.f(), w.f(), eps, out.f(), x.size() / n, n);
+}
+
+void rope(Ops& ops, H out_, H x_, H cos_, H sin_, bool interleaved) {
+    const Tensor x = tensor(x_, "x", F32, {-1, -1, -1}), cos = tensor(cos_, "cos", F32, {x.shape[0], -1});
+    const Tensor sin = tensor(sin_, "sin", F32, {x.shape[0], cos.shape[1]}), out = tensor(out_, "out", F32, {x.shape[0], x.shape[1], x.shape[2]});
+    if (2 * cos.shape[1] > x.shape[2]) fail("cos: rotates more than the head holds");
+    if (!x.size()) return;
+    release r;
+    ops.rope(x.f(), cos.f(), sin.f(), interleaved, out.f(), x.shape[0], (int)x.shape[1], (int)x.shape[2], 2 * (int)cos.shape[1]);
+}
+
+void gate_mul(Ops& ops, H out_, H gate_, H up_, const std::string& act) {
+    const Tensor gate = any_tensor(gate_, "gate"), up = any_tensor(up_, "up"), out = any_tensor(out_, "out");
+    if (gate.dtype != F32 || up.dtype != F32 || out.dtype != F32 || gate.size() != up.size() || gate.size() != out.size())
+        fail("gate, up and out must be float32 of one size");
+    const int a = act_of(act);
+    release r;
+    ops.gate_mul(gate.f(), up.f(), a, out.f(), gate.size());
+}
+
+void route(Ops& ops, H ids_, H weights_, H logits_, H bias_, bool sigmoid, bool renorm, float scale, int groups, int top_groups) {
+    const Tensor logits = tensor(logits_, "logits", F32, {-1, -1}), ids = tensor(ids_, "ids", I32, {logits.shape[0], -1});
+    const Tensor weights = tensor(weights_, "weights", F32, {logits.shape[0], ids.shape[1]});
+    const int64_t experts = logits.shape[1];
+    if (groups < 1 || groups > MAX_GROUPS || experts % groups || (groups > 1 && experts < 2 * groups))
+        fail("groups: must divide the experts into groups of two or more, at most " + std::to_string(MAX_GROUPS));
+    if (top_groups < 1 || top_groups > groups) fail("top_groups: must be in 1.." + std::to_string(groups));
+    if (ids.shape[1] > experts / groups * top_groups) fail("ids: more experts wanted than there are");
+    const float* bias = bias_.is_none() ? nullptr : tensor(bias_, "bias", F32, {experts}).f();
+    if (!ids.size()) return;
+    const RouteRule rule{(int)experts, (int)ids.shape[1], sigmoid, renorm, scale, groups, top_groups, bias};
+    release r;
+    ops.route(logits.f(), logits.shape[0], rule, ids.i(), weights.f());
+}
+
+float stream_read(Ops& ops, H data_) {
+    const Tensor t = any_tensor(data_, "data");
+    release r;
+    return ops.read(t.data, t.size() * DTYPES[t.dtype].size);
+}
+
+Ops* make(int threads, const std::string& isa) {
+    if (threads < 1 || threads > 1024) fail("threads: must be in 1..1024");
+    if (isa.empty()) return new Ops(threads, best_isa());
+    for (const IsaInfo& i : ISAS)
+        if (isa == i.name) {
+            if (i.isa > best_isa()) fail("isa: this machine does not run " + isa);
+            return new Ops(threads, i.isa);
+        }
+    fail("isa: no such instruction set: " + isa);
+}
+
+} // namespace
+
+NB_MODULE(_native, m) {
+    nb::module_ torch = nb::module_::import_("torch");
+    for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i] = nb::object(torch.attr(DTYPES[i].name)).release().ptr();
+    nb::list types;
+    for (const FormatInfo& f : FORMATS) types.append(f.name);
+    m.attr("TYPES") = nb::tuple(types);
+    m.attr("NUMERICS") = NUMERICS;
+    m.attr("ABI") = ABI;
+    m.def("isas", [] {
+        nb::list names;
+        for (const IsaInfo& i : ISAS)
+            if (i.isa <= best_isa()) names.append(i.name);
+        return names;
+    });
+    nb::class_<Ops>(m, "Ops", "Kernels of one ISA and the worker pool they run on. Outputs are written into given tensors.")
+        .def(nb::new_(&make), nb::arg("threads"), nb::arg("isa") = "")
+        .def_prop_ro("isa", [](const Ops& o) { return ISAS[(int)o.isa()].name; })
+        .def_prop_ro("threads", &Ops::threads)
+        .def("linear", &linear, nb::arg("out"), nb::arg("x"), nb::arg("weight"), nb::arg("type"), nb::arg("bias").none())
+        .def("embed", &embed)
+        .def("dequantize", &dequantize)
+        .def("moe", &moe, nb::arg("out"), nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("gate_up"), nb::arg("up_type"),
+             nb::arg("down"), nb::arg("down_type"), nb::arg("act"), nb::arg("place").none() = nb::none())
+        .def("moe_merge", &moe_merge)
+        .def("attention", &attention)
+        .def("delta_net", &delta_net)
+        .def("rms_norm", &rms_norm)
+        .def("gated_norm", &gated_norm)
+        .def("rope", &rope)
+        .def("gate_mul", &gate_mul)
+        .def("route", &route, nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("sigmoid"),
+             nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"))
+        .def("stream_read", &stream_read);
+}

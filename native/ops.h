@@ -1,0 +1,44 @@
+// The operations of `engine/kernels/ops.py` over plain pointers: cut into tasks here, computed by one ISA's kernels.
+//
+// Inputs are already checked (module.cpp). Methods may be called from several threads; one runs at a time.
+#pragma once
+#include "kernels/kernels.h"
+#include "pool.h"
+
+struct Sequences {
+    const int32_t *cu, *start, *pages, *slot; // [n + 1], [n], [n, width], [n]
+    int n, width;
+};
+
+class Ops {
+public:
+    Ops(int threads, Isa isa) : isa_(isa), kernels_(kernels(isa)), pool_(threads) {}
+    Isa isa() const { return isa_; }
+    int threads() const { return pool_.threads(); }
+
+    void dequantize(const Matrix& m, float* out);
+    void embed(const Matrix& table, const int32_t* ids, int64_t n, float* out);
+    void linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out);
+    // up [B, 2I, H], down [B, H, I]: shapes of one expert; expert e lies at place[e] of these banks (null: at e)
+    void moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
+             const Matrix& up, const Matrix& down, int act, float* out);
+    // parts [n, k, width] of a token's experts -> their weighted sum, bit for bit what `moe` makes of them
+    void moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out);
+    void attention(AttentionJob job, const float* k, const float* v, const Sequences& s);
+    void delta_net(DeltaJob job, int64_t tokens);
+    void rms_norm(const float* x, const float* w, float eps, bool plus_one, float* out, int64_t rows, int64_t n);
+    void gated_norm(const float* x, const float* z, const float* w, float eps, float* out, int64_t rows, int64_t n);
+    void rope(const float* x, const float* cos, const float* sin, bool interleaved, float* out, int64_t rows, int heads, int dim,
+              int rot);
+    void gate_mul(const float* gate, const float* up, int act, float* out, int64_t n);
+    void route(const float* logits, int64_t rows, const RouteRule& rule, int32_t* ids, float* weights);
+    float read(const uint8_t* data, int64_t bytes);
+
+private:
+    // f(row) for every row, several rows a task so that a task is worth waking a thread for.
+    template <class Body> void rows(int64_t n, int64_t row_elements, const Body& f);
+
+    const Isa isa_;
+    const Kernels& kernels_;
+    Pool pool_;
+};

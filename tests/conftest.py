@@ -1,0 +1,10 @@
+"""How far property tests search: the same examples in every run, or new ones."""
+
+from hypothesis import HealthCheck, settings
+
+# Whoever changes nothing must see what was seen before, so the default searches where it always did; `explore` finds the new:
+#   ops/test --fast --hypothesis-profile=explore
+# A busy machine is no bug: neither an example nor making one has a time limit, a test as a whole has pytest's.
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("fixed"), derandomize=False, print_blob=True, max_examples=500)
+settings.load_profile("fixed")

@@ -1,0 +1,63 @@
+"""Matrix products: close to the float32 truth, and a row's bits are its own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import _native
+from engine.kernels.cpu import CpuOps
+from engine.kernels.reference import dequantize
+from tests.native.helpers import block_bytes, close
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+BLOCKS = [t for t in _native.TYPES if t not in ("F32", "F16", "BF16")]
+EXACT = 3e-5  # two roundings of 2^-16 a product with AMX (docs/kernels.md); a bf16 rounding would be 4e-3
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 32, 64), (3, 33, 40), (17, 70, 129), (50, 5, 512), (1, 1, 1), (33, 64, 2048)])
+def test_float_weights(ops, truth, rng, dtype, rows: int, n: int, k: int) -> None:
+    x, w = torch.randn(rows, k, generator=rng), torch.randn(n, k, generator=rng).to(dtype)
+    bias = torch.randn(n, generator=rng)
+    close(ops.linear(x, w), truth.linear(x, w.float()), EXACT)
+    close(ops.linear(x, w, bias), truth.linear(x, w.float(), bias), EXACT)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 2, 37])
+def test_block_weights(ops, truth, rng, kind: str, rows: int) -> None:
+    w = block_bytes(kind, rows=50, cols=768)
+    x = torch.randn(rows, 768, generator=rng)
+    close(ops.linear(x, w), truth.linear(x, dequantize(w)), EXACT)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32", *BLOCKS])
+def test_a_row_is_the_same_in_any_batch(ops, rng, kind: str) -> None:
+    k = 768
+    w = torch.randn(70, k, generator=rng)
+    w = {"bf16": w.bfloat16(), "f32": w}.get(kind) if kind in ("bf16", "f32") else block_bytes(kind, rows=70, cols=k)
+    x = torch.randn(131, k, generator=rng)
+    alone = torch.cat([ops.linear(x[i : i + 1], w) for i in range(len(x))])
+    for size in (131, 64, 33, 16, 5, 2):
+        assert torch.equal(torch.cat([ops.linear(part.contiguous(), w) for part in x.split(size)]), alone), size
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 80), n=st.integers(1, 70), k=st.integers(1, 300), cut=st.integers(0, 80), seed=st.integers(0, 99))
+def test_any_shape_splits_anywhere(rows: int, n: int, k: int, cut: int, seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(rows, k, generator=gen), torch.randn(n, k, generator=gen).bfloat16()
+    whole = BEST.linear(x, w)
+    cut = min(cut, rows)
+    assert torch.equal(whole, torch.cat([BEST.linear(x[:cut], w), BEST.linear(x[cut:], w)]))
+    close(whole, x @ w.float().T, EXACT)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_do_not_change_bits(ops, rng, threads: int) -> None:
+    x, w = torch.randn(40, 256, generator=rng), torch.randn(300, 256, generator=rng).bfloat16()
+    assert torch.equal(CpuOps(threads=threads, isa=ops.isa).linear(x, w), ops.linear(x, w))
+
+
+BEST = CpuOps(threads=1)

@@ -1,0 +1,46 @@
+"""The kernels that tests run on, each with the tolerance its numerics allow."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.kernels.ops import Ops
+
+
+@dataclass(frozen=True)
+class Kernels:
+    ops: Ops
+    tolerance: float  # largest difference of a logit from the truth on the same kind of KV pages, relative to the largest logit
+    kv_dtype: torch.dtype
+
+
+def _reference() -> Kernels:
+    from engine.kernels.reference import ReferenceOps
+
+    return Kernels(ReferenceOps(), 1e-4, torch.float32)
+
+
+def _cpu() -> Kernels:
+    try:
+        cpu = importlib.import_module("engine.kernels.cpu")
+    except ImportError as error:
+        pytest.skip(f"the native kernels are not built here: {error}")
+    # two float32 results on either side of a bfloat16 border leave keys that differ by 2^-8
+    return Kernels(cpu.CpuOps(threads=1), 5e-3, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def one_torch_thread():
+    """Tiny matrices: a second thread only waits, and on a busy machine it waits long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+KERNELS = {"reference": _reference, "cpu": _cpu}
