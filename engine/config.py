@@ -1,0 +1,46 @@
+"""The engine's configuration: one frozen value, built once by the command line, handed to the worker as JSON.
+
+Owns names, defaults and ranges of every engine setting. Imports no torch: the API process reads it too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """0 means "decide from the machine and the model" for `threads`, `max_context`, `kv_bytes` and `expert_bytes`."""
+
+    model: str  # checkpoint directory or GGUF file
+    kernels: Literal["auto", "reference", "cpu"] = "auto"
+    threads: Size = 0
+    max_context: Size = 0  # tokens one sequence may hold
+    kv_bytes: Size = 0  # memory for KV pages and recurrent states together
+    max_running: Count = 16  # sequences in one step; more wait in the queue
+    max_queue: Count = 256  # requests waiting; the next one is refused with 429
+    prefill_chunk: Count = 512  # prompt tokens a step computes: fills the kernels, stays cancellable
+    experts_pack: str = ""  # directory made by `pack`: routed experts stay in it and are read into slots; "" = all in memory
+    expert_bytes: Size = 0  # memory for slots of packed experts
+    expert_policy: Literal["lru", "rate", "s3fifo"] = "lru"  # which packed experts leave memory first
+    kv_disk: str = ""  # directory in which computed tokens outlive a restart; "" = none
+    kv_disk_bytes: Size = 32 << 30
+    kv_disk_daily_bytes: Size = 256 << 30  # writes a day: a tenth of what a 1 TB consumer SSD endures over five years
+    kv_disk_ttl_s: Count = 30 * 86400  # since last use
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def parse_config(text: str | bytes) -> EngineConfig:
+    """Decode and check a JSON configuration. Raises ValueError with one line naming the field and what it must be."""
+    try:
+        return msgspec.json.decode(text, type=EngineConfig)
+    except msgspec.DecodeError as problem:  # ValidationError is a DecodeError
+        raise ValueError(f"engine configuration: {problem}") from None
+
+
+def dump_config(config: EngineConfig) -> str:
+    return msgspec.json.encode(config).decode()

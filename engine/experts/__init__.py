@@ -1,0 +1,1 @@
+"""Expert banks, slots, splits and placement. Knows no HTTP and no model names."""

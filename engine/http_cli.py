@@ -1,0 +1,61 @@
+"""What the command line's verbs share: the error of a user, sizes and paths as users write them, one control request."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+
+URL = typer.Option(help="Address of a running engine.")
+
+
+class UserError(Exception):
+    """One line for the user: cause and remedy."""
+
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """`512M`, `4GiB`, `1.5g`, `0` -> bytes. Raises UserError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?\s*", text.lower())
+    if not found:
+        raise UserError(f"{text!r} is no amount of memory; write it like 512M or 4G")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def check_model_path(path: str) -> None:
+    """Raises UserError before anything is started when `path` cannot be a model."""
+    model = Path(path)
+    if not model.exists():
+        raise UserError(f"{path}: no such file or directory; give a Hugging Face model directory or a GGUF file")
+    if model.is_dir() and not (model / "config.json").exists() and not list(model.glob("*.gguf")):
+        raise UserError(f"{path}: holds neither config.json nor a .gguf file; give the directory that does")
+    if model.is_file() and model.suffix != ".gguf":
+        raise UserError(f"{path}: a single file must be a .gguf; for safetensors give the directory")
+
+
+def call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One control request to a running engine; its JSON answer. Raises UserError."""
+    import urllib.error
+    import urllib.request
+
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as e:
+        raise UserError(_message(e)) from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"no engine answers at {url} ({e}); start one with `serve`, or give its --url") from None
+
+
+def _message(error: Any) -> str:
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url} answered {error.code} {error.reason}; is this the address of a Moorage engine?"

@@ -1,0 +1,167 @@
+"""`ops.Ops` on the native module: owns which native call an operation is and the tensors its result lands in.
+
+Every check of shapes and dtypes is the module's (ValueError); weights stay as stored, KV pages are bfloat16. The numerics of
+each operation are written down in `docs/kernels.md`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine import _native
+from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
+from engine.models.spec import DeltaNetSpec, MoeSpec
+
+ABI = 1  # of the module these calls are written for (native/cpu.h)
+if getattr(_native, "ABI", 0) != ABI:
+    found = getattr(_native, "ABI", "none")
+    raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class CpuOps:
+    """Kernels for this machine's instruction set.
+
+    `threads` 0 means one for each core this process may use; `isa` names an older set ("base", "avx2", "avx512") to run instead
+    of the best one. Raises ValueError if the machine does not run it.
+    """
+
+    name = "cpu"
+    kv_dtype = torch.bfloat16
+    quant_types = frozenset(_native.TYPES)
+    weight_bytes = None
+
+    def __init__(self, threads: int = 0, isa: str = "") -> None:
+        self._ops = _native.Ops(threads or usable_cores(), isa)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._ops.isa
+
+    @property
+    def numerics(self) -> str:
+        """Equal only for kernels whose results are equal bit by bit."""
+        return f"{self.name}-{self.isa}-{_native.NUMERICS}"
+
+    @property
+    def threads(self) -> int:
+        return self._ops.threads
+
+    def prepare(self, weight: Weight) -> Weight:
+        """Vectors (norms, biases) become float32; matrices stay as they are."""
+        if isinstance(weight, Quant):
+            if weight.type not in _native.TYPES:
+                raise ValueError(f"weight type {weight.type} has no kernel; supported: {', '.join(_native.TYPES)}")
+            return Quant(weight.data.contiguous(), weight.type, weight.cols)
+        return weight.float().contiguous() if weight.dim() == 1 else weight.contiguous()
+
+    def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        data, kind = _stored(table)
+        out = torch.empty(ids.shape[0], table.shape[-1])
+        self._ops.embed(out, data, kind, ids)
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
+        out = torch.empty(x.shape)
+        self._ops.rms_norm(out, x.contiguous(), _float(weight), eps, plus_one)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        data, kind = _stored(weight)
+        out = torch.empty(x.shape[0], data.shape[0])
+        self._ops.linear(out, x.contiguous(), data, kind, None if bias is None else _float(bias))
+        return out
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        out = torch.empty(x.shape)
+        self._ops.rope(out, x.contiguous(), cos.contiguous(), sin.contiguous(), interleaved)
+        return out
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: KVLayer,
+        seg: Segments,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        self._ops.attention(out, q, k, v, kv.k, kv.v, seg.cu, seg.start, seg.pages, scale, window or 0)
+        return out
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        state: StateLayer,
+        seg: Segments,
+        spec: DeltaNetSpec,
+    ) -> torch.Tensor:
+        out = torch.empty(qkv.shape[0], spec.value_heads, spec.value_dim)
+        conv, dt_bias, a_log = (_float(weights[name]) for name in ("conv", "dt_bias", "a_log"))
+        qkv, a, b = qkv.contiguous(), a.contiguous(), b.contiguous()
+        self._ops.delta_net(out, qkv, a, b, conv, dt_bias, a_log, state.conv, state.s, seg.cu, seg.slot)
+        return out
+
+    def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape)
+        self._ops.gated_norm(out, x.contiguous(), z.contiguous(), _float(weight), eps)
+        return out
+
+    def gate_mul(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+        out = torch.empty(up.shape)
+        self._ops.gate_mul(out, gate.expand_as(up).contiguous(), up.contiguous(), act)
+        return out
+
+    def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.empty(logits.shape[0], spec.top_k, dtype=torch.int32)
+        weights = torch.empty(logits.shape[0], spec.top_k)
+        rule = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups)
+        self._ops.route(ids, weights, logits.contiguous(), None if bias is None else _float(bias), *rule)
+        return ids, weights
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        act: str,
+        place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        up, down = _stored(gate_up), _stored(down)
+        out = torch.empty(x.shape)
+        self._ops.moe(out, x.contiguous(), ids.contiguous(), weights.contiguous(), *up, *down, act, place)
+        return out
+
+    def expert_rows(
+        self, x: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, act: str, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.moe(x, ids[:, None], torch.ones(len(ids), 1), gate_up, down, act, place)
+
+    def moe_merge(self, parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(parts.shape[0], parts.shape[2])
+        self._ops.moe_merge(out, parts.contiguous(), ids.contiguous(), weights.contiguous())
+        return out
+
+
+def _stored(weight: Weight) -> tuple[torch.Tensor, str]:
+    """The tensor that holds a weight and its block type ("" for a float tensor)."""
+    return (weight.data, weight.type) if isinstance(weight, Quant) else (weight, "")
+
+
+def _float(weight: torch.Tensor) -> torch.Tensor:
+    """Small vectors a checkpoint keeps in bf16; `prepare` has already converted the ones that matter for speed."""
+    return weight if weight.dtype is torch.float32 else weight.float()

@@ -1,0 +1,153 @@
+"""The kernel interface: everything the decoder computes goes through one `Ops` object.
+
+Contract for every implementation:
+- Activations cross as float32 tensors on CPU (a device implementation may use bf16 on its device). They may be column slices
+  of a wider tensor: an implementation that needs them contiguous copies them. What it returns is fresh and contiguous.
+- Batch-invariant: the result of a row depends on that row and its sequence's cache only, never on what else is in the
+  batch or how a prompt was chunked. Cache reuse is exact because of this; the tests check it bitwise.
+- Weights stay as stored (bf16, f16, f32, or a GGUF block type); only activations are float.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.models.spec import DeltaNetSpec, MoeSpec
+
+
+@dataclass(frozen=True)
+class Quant:
+    """A block-quantized matrix kept as its bytes.
+
+    `data` uint8 `[..., rows, row_bytes]`, `type` the ggml type name ("Q8_0", "Q4_K", ...) or one of `kernels/blocks.py`, `cols`
+    the dequantized row length.
+    """
+
+    data: torch.Tensor
+    type: str
+    cols: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.cols)
+
+
+Weight = torch.Tensor | Quant  # bf16 / f16 / f32 tensor, or blocks
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The sequences of one step, flattened. S sequences, T tokens in total; all int32, CPU, contiguous.
+
+    Sequence s owns rows `cu[s]:cu[s+1]`; its first row stands at absolute position `start[s]`. Its cached tokens live in pages
+    `pages[s, :ceil((start+len)/PAGE)]` (unused entries -1) and its recurrent state in slot `slot[s]` of every state tensor.
+    """
+
+    cu: torch.Tensor  # [S + 1]
+    start: torch.Tensor  # [S]
+    pages: torch.Tensor  # [S, P]
+    slot: torch.Tensor  # [S]
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """Paged keys and values of one attention layer: `[pages, Hkv, PAGE, D]`, float32 or bfloat16."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """Recurrent state of one DeltaNet layer: `conv` `[slots, C, K-1]` (last raw inputs), `s` `[slots, Hv, Dk, Dv]`; float32."""
+
+    conv: torch.Tensor
+    s: torch.Tensor
+
+
+class Ops(Protocol):
+    name: str
+    kv_dtype: torch.dtype  # the dtype this implementation wants its KV pages in
+    quant_types: frozenset[str] | None  # block types it computes on, None = all; others reach it as float32 matrices
+    weight_bytes: int | None  # of one element after `prepare`, None = as stored
+
+    def prepare(self, weight: Weight) -> Weight:
+        """Convert a weight once at load into the layout this implementation likes (may return it unchanged)."""
+
+    def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        """ids int32 [T] -> [T, H]."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
+        """Over the last dimension; x [..., H]."""
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K], weight [N, K] -> [T, N]."""
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        """x [T, heads, D]; cos, sin [T, dim/2] already gathered at each row's position; rotates the first `dim` elements."""
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: KVLayer,
+        seg: Segments,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Write k, v [T, Hkv, D] into their pages, then causal attention of q [T, Hq, D] over the pages -> [T, Hq, D]."""
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        state: StateLayer,
+        seg: Segments,
+        spec: DeltaNetSpec,
+    ) -> torch.Tensor:
+        """Causal conv + SiLU over qkv [T, C], l2-normed q/k, gated delta rule; updates `state` in its slots -> [T, Hv, Dv].
+
+        `weights`: conv [C, K], dt_bias [Hv], a_log [Hv] (float32). a, b [T, Hv] are the raw projections. Gated norm with z and
+        the output projection are the decoder's.
+        """
+
+    def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """rms_norm(x) * weight * silu(z); x, z [T, Hv, Dv]."""
+
+    def gate_mul(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+        """act(gate) * up, elementwise; act in silu | gelu_tanh | sigmoid; a gate [T, 1] applies to the whole row of up [T, H]."""
+
+    def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [T, E] -> expert ids int32 [T, k] (best first, ties to the lower id) and weights float32 [T, k].
+
+        `bias` [E] float32 and the groups of `spec` decide who may be chosen; weights come from the scores alone.
+        """
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        act: str,
+        place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Routed experts: x [T, H], ids/weights [T, k], gate_up [B, 2I, H], down [B, H, I] -> weighted sum [T, H].
+
+        Expert e is row `place[e]` of the banks (int32 [E]; None: row e). Where it lies never changes a bit of the result.
+        """
+
+    def expert_rows(
+        self, x: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, act: str, place: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Row p of x [P, H] through expert ids[p], unweighted -> [P, H]."""
+
+    def moe_merge(self, parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What `expert_rows` gave for a token's experts, parts [T, k, H] -> weighted sum [T, H], bit for bit that of `moe`."""

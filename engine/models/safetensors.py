@@ -1,0 +1,210 @@
+"""A Hugging Face directory of safetensors shards: its config, the tensors in it, and reading them without keeping them mapped."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.kernels.ops import Weight
+from engine.models import scaled
+from engine.models.config import Config
+from engine.models.errors import ModelError
+from engine.models.families import build_spec, family_of
+from engine.models.names import Piece, place, split
+from engine.models.scaled import Scaled
+from engine.models.spec import ModelSpec
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_LAYER = re.compile(r"layers\.(\d+)\.")
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # longest first
+
+
+class SafetensorsCheckpoint:
+    """Opened and checked; nothing is read yet. Raises ModelError."""
+
+    format = "safetensors"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._config = read_config(directory)
+        self._family = family_of(self._config.model_type, self._config.source)
+        self.spec: ModelSpec = model_spec(self._config, directory)
+        self._files: dict[str, str] = {}  # tensor -> shard
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._scaled: dict[str, Scaled] = {}
+        self._skipped: list[str] = []
+        self.pieces = self._scan()
+        self._open: dict[str, safe_open] = {}
+        self._stack = ExitStack()
+
+    @property
+    def skipped(self) -> list[str]:
+        """Names of tensors that are left out because the family says so."""
+        return self._skipped
+
+    def shape(self, source: str) -> tuple[int, ...]:
+        return self._scaled[source].shape if source in self._scaled else self._shapes[source][0]
+
+    def kind(self, source: str) -> torch.dtype | str:
+        return self._scaled[source].kind if source in self._scaled else self._shapes[source][1]
+
+    def nbytes(self, source: str) -> int:
+        if source in self._scaled:
+            return self._scaled[source].nbytes
+        shape, dtype = self._shapes[source]
+        return torch.Size(shape).numel() * dtype.itemsize
+
+    def read(self, piece: Piece) -> Weight:
+        """A view of the mapped file, valid until `release`; a matrix with separate scales as blocks of its own."""
+        if piece.source in self._scaled:
+            return self._scaled[piece.source].read(self._tensor)
+        return self._tensor(piece.source)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        shard = self._files[name]
+        try:
+            if shard not in self._open:
+                self._open[shard] = self._stack.enter_context(safe_open(self._directory / shard, framework="pt"))
+            return self._open[shard].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _corrupt(self._directory / shard, error) from error
+
+    def release(self) -> None:
+        """Unmap what was read, so that weights copied out of the files are not resident twice."""
+        self._open.clear()
+        self._stack.close()
+
+    def _scan(self) -> list[Piece]:
+        headers = {}
+        for shard in _shards(self._directory):
+            for name, shape, kind in _tensors(self._directory / shard):
+                self._files[name], headers[name] = shard, (shape, kind)
+        try:
+            self._scaled = scaled.find(headers)
+        except ModelError as error:
+            raise ModelError(f"{self._directory}: {error}") from error
+        parts_of_others = {source for matrix in self._scaled.values() for source in matrix.sources}
+        pieces = []
+        for name in {**headers, **self._scaled}:
+            if name in self._scaled or name not in parts_of_others:
+                pieces += self._place(name, headers.get(name))
+        return pieces
+
+    def _place(self, name: str, header: scaled.Header | None) -> list[Piece]:
+        """Where a tensor goes; nowhere when it is left out. `header` is None for a scaled matrix that goes by another name."""
+        local = next((name[len(p) :] for p in PREFIXES if name.startswith(p)), name)
+        if self._predicts_ahead(local):
+            self._skipped.append(name)
+            return []
+        piece = place(name, local, self._family.NAMES)
+        parts = [piece] if piece else split(name, local, getattr(self._family, "SPLITS", {}), self.spec)
+        if parts and not (parts[0].name == "head" and self.spec.tie_embeddings):
+            if name not in self._scaled:
+                shape, kind = header
+                self._shapes[name] = (shape, self._dtype(name, kind))
+            return parts
+        if parts or any(local.startswith(prefix) for prefix in self._family.SKIP) or name.endswith(scaled.UNUSED):
+            self._skipped.append(name)
+            return []
+        raise ModelError(
+            f"{self._directory / self._files.get(name, '')}: tensor '{name}' is not part of a {self._config.model_type} model as "
+            f"config.json describes it; the checkpoint is of another kind or quantized in a way that is not supported"
+        )
+
+    def _predicts_ahead(self, local: str) -> bool:
+        """Multi-token prediction heads that are stored as further layers."""
+        number, layers = _LAYER.match(local), len(self.spec.layers)
+        heads = max(self._config.ids("num_nextn_predict_layers") + self._config.ids("num_mtp_layers"), default=0)
+        return number is not None and layers <= int(number[1]) < layers + heads
+
+    def _dtype(self, name: str, kind: str) -> torch.dtype:
+        if kind not in DTYPES:
+            raise ModelError(
+                f"{self._directory}: tensor '{name}' is stored as {kind}, which is not supported; "
+                f"use a BF16, F16 or F32 checkpoint or a GGUF file"
+            )
+        return DTYPES[kind]
+
+
+def read_config(directory: Path) -> Config:
+    """`config.json` as one flat view: a nested `text_config` first, the outer keys behind it."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{directory} is not a model: it has neither config.json nor a .gguf file; give the directory of a checkpoint"
+        )
+    outer = Config(_json(path), str(path))
+    method = outer.inner("quantization_config").text("quant_method", "unknown")
+    if outer.has("quantization_config") and method not in scaled.METHODS:
+        raise ModelError(
+            f"{path}: quantization '{method}' is not supported; supported: {', '.join(scaled.METHODS)}; "
+            f"or use the BF16 checkpoint or a GGUF file of this model"
+        )
+    if not outer.has("text_config"):
+        return outer
+    return outer.inner("text_config").over(outer)
+
+
+def model_spec(config: Config, directory: Path) -> ModelSpec:
+    """The family's spec with the ids that end a generation, from both places they are written in."""
+    from dataclasses import replace
+
+    spec = build_spec(config)
+    ids = list(config.ids("eos_token_id"))
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        ids += Config(_json(generation), str(generation)).ids("eos_token_id")
+    return replace(spec, eos_ids=tuple(dict.fromkeys(ids)))
+
+
+def _json(path: Path) -> dict:
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} holds no JSON object; fetch the file again")
+    return data
+
+
+def _shards(directory: Path) -> list[str]:
+    """The files that make up the checkpoint: those of the index, or the only one there is."""
+    if (directory / INDEX).is_file():
+        index = Config(_json(directory / INDEX), str(directory / INDEX))
+        shards = sorted({str(shard) for shard in index.inner("weight_map").values()})
+        for shard in shards:
+            if not (directory / shard).is_file():
+                raise ModelError(f"{directory}: shard {shard} named in {INDEX} is missing; download it again")
+        return shards
+    found = sorted(p.name for p in directory.glob("*.safetensors"))
+    if "model.safetensors" in found:
+        return ["model.safetensors"]
+    if len(found) == 1:
+        return found
+    if found:
+        raise ModelError(f"{directory} has {len(found)} safetensors files but no {INDEX}; download the index too")
+    if list(directory.glob("*.bin")) or list(directory.glob("*.pt*")):
+        raise ModelError(
+            f"{directory} has only pickled weights, which are never read because they can run code; convert to safetensors"
+        )
+    raise ModelError(f"{directory} has a config.json but no safetensors files; download the weights")
+
+
+def _tensors(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype name) of every tensor. Opening verifies that the header fits and covers the file exactly."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (safe_open is no mapping)
+            return [(name, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise _corrupt(path, error) from error
+
+
+def _corrupt(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} is truncated or corrupt ({' '.join(str(error).split())}); download it again")

@@ -1,0 +1,204 @@
+"""The one decoder: runs any `ModelSpec` on any `Ops`. It knows no model names and computes nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from engine.kernels.ops import KVLayer, Ops, Segments, StateLayer, Weight
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LayerSpec, ModelSpec, MoeSpec
+from engine.nn.batch import Batch, Cache
+from engine.nn.experts import Experts, InPlace, expert_banks
+from engine.nn.rope import RopeTable
+
+Rope = tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, dim/2] at this step's positions
+Ffn = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, H]
+Routed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # `Experts.run` of one layer
+
+
+class Decoder:
+    """`forward` is one step of a continuous batch: prefill chunks and decode rows together, in any mixture.
+
+    `weights` maps the canonical names of `models.spec` to what `ops.prepare` returned; norms and biases are float32. `experts`
+    computes the routed experts; None computes them on the pool in `weights`.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Weight], ops: Ops, experts: Experts | None = None) -> None:
+        self.spec = spec
+        self._ops = ops
+        self._embed = weights["embed"]
+        self._head = weights["embed"] if spec.tie_embeddings else weights["head"]
+        self._final_norm = _norm_weight(spec, weights["final_norm"])
+        experts = experts or InPlace(expert_banks(spec, weights), ops)
+        moe = [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)]
+        routed = {i: partial(experts.run, number) for number, i in enumerate(moe)}
+        self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
+        ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope}
+        self._ropes = {rope: RopeTable(rope) for rope in ropes}
+
+    def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
+        """Logits float32 [R, V] of `batch.logit_rows`; the cache then holds every row of the batch."""
+        ops, spec, seg = self._ops, self.spec, batch.segments
+        end = int(batch.positions.max()) + 1
+        ropes = {rope: table.at(batch.positions, end) for rope, table in self._ropes.items()}
+        x = ops.embed(self._embed, batch.tokens)
+        if spec.embed_scale != 1.0:
+            x = x * spec.embed_scale
+        for layer, kv, state in zip(self._layers, cache.kv, cache.states, strict=True):
+            x = layer.mix(x, ropes, kv, state, seg)
+            if layer is self._layers[-1]:  # no later token reads what follows: only the rows whose logits are wanted go on
+                x = x.index_select(0, batch.logit_rows)
+                if len(x) == 0:
+                    return x.new_empty(0, spec.vocab)
+            x = layer.feed(x)
+        return ops.linear(ops.rms_norm(x, self._final_norm, spec.norm_eps, False), self._head)
+
+
+class _Layer:
+    """x + mixer(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, weights: _Scope, ops: Ops, routed: Routed | None) -> None:
+        self._rms_norm, self._eps = ops.rms_norm, spec.norm_eps
+        self._mixer_norm = _norm_weight(spec, weights["mixer_norm"])
+        self._ffn_norm = _norm_weight(spec, weights["ffn_norm"])
+        if isinstance(layer.mixer, AttentionSpec):
+            self._mixer = _Attention(spec, layer.mixer, weights.inner("attn."), ops)
+        else:
+            self._mixer = _DeltaNet(spec, layer.mixer, weights.inner("delta."), ops)
+        if isinstance(layer.ffn, MoeSpec):
+            self._ffn: Ffn = _Moe(layer.ffn, weights.inner("moe."), ops, routed)
+        else:
+            self._ffn = _Mlp(layer.ffn.act, weights.inner("mlp."), ops)
+
+    def mix(self, x: torch.Tensor, ropes: dict, kv: KVLayer | None, state: StateLayer | None, seg: Segments) -> torch.Tensor:
+        return x + self._mixer(self._rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg)
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self._ffn(self._rms_norm(x, self._ffn_norm, self._eps, False))
+
+
+class _Fan:
+    """Several matrices over the same rows: one product where `models.load` could join them."""
+
+    def __init__(self, weights: _Scope, whole: str, parts: tuple[str, ...], ops: Ops, biased: bool = False) -> None:
+        self._linear = ops.linear
+        self._parts = [weights[name] for name in parts]
+        self._biases = [weights[f"{name}_bias"] if biased else None for name in parts]
+        self._whole = weights.get(whole)
+        self._bias = torch.cat(self._biases) if biased else None
+        self._rows = [part.shape[0] for part in self._parts]
+
+    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x [T, K] -> [T, N_i] of every part."""
+        if self._whole is not None:
+            return self._linear(x, self._whole, self._bias).split_with_sizes(self._rows, 1)
+        return [self._linear(x, part, bias) for part, bias in zip(self._parts, self._biases, strict=True)]
+
+
+class _Attention:
+    """Grouped-query attention with optional bias, per-head q/k norm, rotary positions and output gate."""
+
+    def __init__(self, spec: ModelSpec, mixer: AttentionSpec, weights: _Scope, ops: Ops) -> None:
+        self._spec, self._ops, self._eps = mixer, ops, spec.norm_eps
+        self._qkv = _Fan(weights, "in", ("q", "k", "v"), ops, mixer.bias)
+        self._o, self._o_bias = weights["o"], weights.get("o_bias")
+        if mixer.qk_norm:
+            self._q_norm = _norm_weight(spec, weights["q_norm"])
+            self._k_norm = _norm_weight(spec, weights["k_norm"])
+
+    def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
+        spec, ops, rows = self._spec, self._ops, x.shape[0]
+        q, k, v = self._qkv(x)
+        q = q.view(rows, spec.heads, -1)  # [T, Hq, D], or [T, Hq, 2D] with the gate
+        k, v = k.view(rows, spec.kv_heads, -1), v.view(rows, spec.kv_heads, -1)
+        if spec.output_gate:
+            q, gate = q.split(spec.head_dim, -1)
+        if spec.qk_norm:
+            q = ops.rms_norm(q, self._q_norm, self._eps, False)
+            k = ops.rms_norm(k, self._k_norm, self._eps, False)
+        if spec.rope:
+            cos, sin = ropes[spec.rope]
+            q = ops.rope(q, cos, sin, spec.rope.interleaved)
+            k = ops.rope(k, cos, sin, spec.rope.interleaved)
+        out = ops.attention(q, k, v, kv, seg, spec.scale, spec.window)
+        if spec.output_gate:
+            out = ops.gate_mul(gate, out, "sigmoid")
+        return ops.linear(out.view(rows, -1), self._o, self._o_bias)
+
+
+class _DeltaNet:
+    """Gated DeltaNet: projections, convolution and delta rule, gated norm, output projection."""
+
+    def __init__(self, spec: ModelSpec, mixer: DeltaNetSpec, weights: _Scope, ops: Ops) -> None:
+        self._spec, self._ops, self._eps = mixer, ops, spec.norm_eps
+        self._in = _Fan(weights, "in", ("qkv", "z", "b", "a"), ops)
+        self._o, self._norm = weights["o"], weights["norm"]
+        self._rule = {name: weights[name] for name in ("conv", "dt_bias", "a_log")}
+
+    def __call__(self, x: torch.Tensor, ropes: dict, state: StateLayer, seg: Segments) -> torch.Tensor:
+        spec, ops, rows = self._spec, self._ops, x.shape[0]
+        qkv, z, b, a = self._in(x)
+        out = ops.delta_net(qkv, a, b, self._rule, state, seg, spec)
+        out = ops.gated_norm(out, z.view(rows, spec.value_heads, -1), self._norm, self._eps)
+        if spec.o_tiled:
+            out = out.view(rows, spec.key_heads, -1, spec.value_dim).transpose(1, 2)
+        return ops.linear(out.reshape(rows, -1), self._o)
+
+
+class _Mlp:
+    """down(act(gate(x)) * up(x)): the gated feed-forward (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, act: str, weights: _Scope, ops: Ops) -> None:
+        self._ops, self._act = ops, act
+        self._in = _Fan(weights, "in", ("gate", "up"), ops)
+        self._down = weights["down"]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._in(x)
+        return self._ops.linear(self._ops.gate_mul(gate, up, self._act), self._down)
+
+
+class _Moe:
+    """Router, top-k experts, and the shared expert every token passes."""
+
+    def __init__(self, spec: MoeSpec, weights: _Scope, ops: Ops, routed: Routed) -> None:
+        self._spec, self._ops, self._routed = spec, ops, routed
+        shared = (("shared.switch",) if spec.shared_switch else ()) + (("shared.gate", "shared.up") if spec.shared_inter else ())
+        self._in = _Fan(weights, "in", ("router", *shared), ops)
+        self._shared_down, self._router_bias = weights.get("shared.down"), weights.get("router_bias")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        spec, ops = self._spec, self._ops
+        router, *shared = self._in(x)
+        ids, scores = ops.route(router, spec, self._router_bias)
+        out = self._routed(x, ids, scores)
+        if not shared:
+            return out
+        *switch, gate, up = shared
+        always = ops.linear(ops.gate_mul(gate, up, spec.act), self._shared_down)
+        if switch:
+            always = ops.gate_mul(switch[0], always, "sigmoid")
+        return out + always
+
+
+class _Scope:
+    """The weights under a common prefix."""
+
+    def __init__(self, weights: Mapping[str, Weight], prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._weights[self._prefix + name]
+
+    def get(self, name: str) -> Weight | None:
+        return self._weights.get(self._prefix + name)
+
+    def inner(self, prefix: str) -> _Scope:
+        return _Scope(self._weights, self._prefix + prefix)
+
+
+def _norm_weight(spec: ModelSpec, weight: torch.Tensor) -> torch.Tensor:
+    """What the norm multiplies by; the 1 of (1 + w) is added once here, not in every step."""
+    return 1.0 + weight if spec.norm_plus_one else weight

@@ -1,0 +1,57 @@
+"""Who computes the routed experts: the interface between the decoder and where expert weights live.
+
+`InPlace` computes on the pool itself, all weights in host memory; `engine.experts` has the executors that use other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.kernels.ops import Ops, Weight
+from engine.models.spec import ModelSpec, MoeSpec
+
+
+@dataclass(frozen=True)
+class Bank:
+    """The experts of one layer: gate_up [E, 2I, H], down [E, H, I], as stored."""
+
+    gate_up: Weight
+    down: Weight
+    act: str
+
+    @property
+    def experts(self) -> int:
+        return self.gate_up.shape[0]
+
+
+class Experts(Protocol):
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Routed experts of one step: x [T, H], ids int32 / weights [T, k] -> weighted sum [T, H].
+
+        `layer` counts the layers that have experts, from 0; a step calls them in order. The result is bit for bit that of
+        `ops.moe` on the whole bank, wherever the weights were.
+        """
+
+
+class InPlace:
+    """Computes on the pool, copies nothing."""
+
+    def __init__(self, banks: Sequence[Bank], ops: Ops) -> None:
+        self._banks, self._moe = banks, ops.moe
+
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        bank = self._banks[layer]
+        return self._moe(x, ids, weights, bank.gate_up, bank.down, bank.act)
+
+
+def expert_banks(spec: ModelSpec, weights: Mapping[str, Weight]) -> list[Bank]:
+    """The banks of a loaded model, one for each layer that has experts."""
+    return [
+        Bank(weights[f"{i}.moe.gate_up"], weights[f"{i}.moe.down"], layer.ffn.act)
+        for i, layer in enumerate(spec.layers)
+        if isinstance(layer.ffn, MoeSpec)
+    ]

@@ -1,0 +1,74 @@
+"""Rotary position tables (Su et al. 2021, arXiv 2104.09864) and their context-extension scalings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.models.spec import RopeSpec
+
+FIRST_ROWS = 4096  # positions computed before any is asked for; longer contexts double it, so it is rebuilt a few times at most
+
+
+class RopeTable:
+    """cos and sin of every position so far, grown on demand.
+
+    The angle is the float32 product position * frequency, as every trainer and engine computes it; cos and sin are then
+    taken in float64, so a row does not depend on how long the table is.
+    """
+
+    def __init__(self, spec: RopeSpec) -> None:
+        self._spec = spec
+        self._frequencies = inverse_frequencies(spec)
+        self._cos = self._sin = torch.empty(0, spec.dim // 2)
+        self._grow(FIRST_ROWS)
+
+    def at(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int32 [T], all below `end` -> cos, sin [T, dim/2]."""
+        if end > len(self._cos):
+            self._grow(max(end, 2 * len(self._cos)))
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self, rows: int) -> None:
+        angles = (torch.arange(rows, dtype=torch.float32)[:, None] * self._frequencies).double()
+        self._cos = (angles.cos() * self._spec.attention_factor).float()
+        self._sin = (angles.sin() * self._spec.attention_factor).float()
+
+
+def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
+    """theta^(-2i/dim), float32 [dim/2], rescaled as `spec.scaling` says."""
+    plain = 1.0 / spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim)
+    if spec.divisors:
+        return plain / torch.tensor(spec.divisors)
+    if spec.scaling == "linear":  # position interpolation, arXiv 2306.15595
+        return plain / spec.factor
+    if spec.scaling == "llama3":
+        return _llama3(plain, spec)
+    if spec.scaling == "yarn":
+        return _yarn(plain, spec)
+    return plain
+
+
+def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are interpolated, short ones kept, those between are blended."""
+    turns = spec.original_max * plain / (2 * math.pi)  # rotations within the original context
+    keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * plain / spec.factor + keep * plain
+
+
+def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2: a ramp between interpolated and kept dimensions."""
+
+    def dimension(turns: float) -> float:
+        """The (fractional) dimension that makes this many rotations within the original context."""
+        return spec.dim * math.log(spec.original_max / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    span = high - low if high != low else 0.001  # the paper's ramp is undefined there; the reference code widens it so
+    interpolate = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return plain / spec.factor * interpolate + plain * (1 - interpolate)

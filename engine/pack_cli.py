@@ -1,0 +1,44 @@
+"""`moorage engine pack MODEL DIRECTORY`: routed experts into a file from which they can be read one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.http_cli import UserError, check_model_path
+
+KERNELS = typer.Option(help="auto, cpu or reference, as in `serve`: the layout they compute on is what is packed.")
+
+
+def pack(
+    model: Annotated[str, typer.Argument(help="A Hugging Face directory or a GGUF file.")],
+    directory: Annotated[Path, typer.Argument(help="New or empty directory for the pack; on a fast disk.")],
+    kernels: Annotated[str, KERNELS] = "auto",
+) -> None:
+    """Pack the routed experts of MODEL, for `serve --experts-pack`. Interrupted, the same command goes on where it stopped.
+
+    Example: moorage engine pack ~/models/Qwen3-30B-A3B /fast/a3b.pack
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from engine.build import BuildError, choose_kernels
+    from engine.experts.pack import PackError
+    from engine.models.errors import ModelError
+    from engine.packing import pack_model
+
+    check_model_path(model)
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns) as bar:
+            task = bar.add_task("", total=None)
+            index = pack_model(
+                model, directory, choose_kernels(kernels, 0), lambda done, total: bar.update(task, completed=done, total=total)
+            )
+    except (BuildError, ModelError, PackError) as e:
+        raise UserError(str(e)) from None
+    except OSError as e:
+        raise UserError(f"{directory}: {e.strerror}; the layers already packed are kept: run the same command again") from None
+    typer.echo(f"{directory}: {index.layers} layers of {index.experts} experts, {index.size / 2**30:.2f} GiB")
+    typer.echo(f"serve it with: moorage engine serve {model} --experts-pack {directory}")

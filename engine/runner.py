@@ -1,0 +1,120 @@
+"""Runs one step: the scheduler's chunks become a `Batch`, the logits become sampled tokens and log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.ipc import RequestError, TokenLogprob
+from engine.kernels.ops import Segments
+from engine.nn.batch import PAGE, Batch
+from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, penalize, uniform
+from engine.scheduler import Chunk, Outcome, Step
+from engine.sequence import Sequence
+
+Forward = Callable[[Batch], torch.Tensor]  # logits float32 [R, V] of the batch's `logit_rows`
+
+
+class Runner:
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def run(self, step: Step) -> list[Outcome]:
+        """One `Outcome` per chunk. Raises whatever the forward pass raises; a failure to sample stays with its sequence."""
+        with torch.inference_mode():
+            logits = self._forward(make_batch(step))
+        return read_logits(step, logits.numpy())
+
+
+def make_batch(step: Step) -> Batch:
+    """Flatten the chunks; logit rows are each chunk's echo rows, then its last row when it samples."""
+    lengths = np.array([c.end - c.start for c in step], np.int32)
+    starts = np.array([c.start for c in step], np.int32)
+    cu = np.zeros(len(step) + 1, np.int32)
+    np.cumsum(lengths, out=cu[1:])
+    tokens: list[int] = []
+    rows: list[int] = []
+    used = [-(-c.end // PAGE) for c in step]
+    pages = np.full((len(step), max(used)), -1, np.int32)
+    for i, chunk in enumerate(step):
+        tokens += chunk.seq.tokens[chunk.start : chunk.end]
+        pages[i, : used[i]] = chunk.seq.lease.pages[: used[i]]
+        base = int(cu[i]) - chunk.start
+        rows += [base + r for r in chunk.echo]
+        if chunk.sample:
+            rows.append(base + chunk.end - 1)
+    positions = np.arange(cu[-1], dtype=np.int32) + np.repeat(starts - cu[:-1], lengths)
+    slots = np.array([c.seq.lease.slot for c in step], np.int32)
+    segments = Segments(*(torch.from_numpy(a) for a in (cu, starts, pages, slots)))
+    return Batch(
+        torch.tensor(tokens, dtype=torch.int32), torch.from_numpy(positions), segments, torch.tensor(rows, dtype=torch.int32)
+    )
+
+
+def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
+    """Split `logits` [R, V] over the chunks in the order `make_batch` asked for them, and sample."""
+    echoes: list[list[TokenLogprob]] = []
+    last: list[int] = []  # logits row of each sampling chunk
+    at = 0
+    for chunk in step:
+        echo = chunk.echo
+        tokens = [chunk.seq.tokens[r + 1] for r in echo]
+        echoes.append(logprobs(logits[at : at + len(echo)], tokens, chunk.seq.request.prompt_logprobs or 0) if echo else [])
+        at += len(echo) + chunk.sample
+        if chunk.sample:
+            last.append(at - 1)
+    samplers = [c.seq for c in step if c.sample]
+    sampled = iter(sample(logits if len(last) == len(logits) else logits[last], samplers))
+    return [_outcome(chunk, echo, next(sampled) if chunk.sample else None) for chunk, echo in zip(step, echoes, strict=True)]
+
+
+def _outcome(chunk: Chunk, echo: list[TokenLogprob], drawn: tuple[int, TokenLogprob | None] | NoToken | None) -> Outcome:
+    if drawn is None:
+        return Outcome(echo=echo)
+    if isinstance(drawn, NoToken):
+        error = RequestError(id=chunk.seq.id, status=drawn.status, code=drawn.code, message=str(drawn))
+        return Outcome(echo=echo, error=error)
+    token, logprob = drawn
+    return Outcome(token, logprob, echo)
+
+
+Drawn = tuple[int, TokenLogprob | None] | NoToken
+
+
+def sample(logits: NDArray[np.float32], sequences: list[Sequence]) -> list[Drawn]:
+    """The next token of each sequence from its row of `logits` [R, V], which is overwritten."""
+    raw = {i: logits[i].copy() for i, s in enumerate(sequences) if s.request.logprobs is not None}
+    broken = {}
+    for i, seq in enumerate(sequences):
+        try:
+            edit(logits[i], seq)
+        except NoToken as problem:
+            broken[i] = problem
+    tokens: list[int | NoToken] = greedy(logits)
+    for i, seq in enumerate(sequences):
+        tokens[i] = broken.get(i, tokens[i])
+        forced = seq.sampler.thought.forced() if seq.sampler.thought else None
+        if isinstance(tokens[i], NoToken):
+            continue
+        if forced is not None:
+            tokens[i] = forced
+        elif seq.request.sampling.temperature > 0:
+            tokens[i] = draw(logits[i], seq.request.sampling, uniform(seq.sampler.seed, seq.sampler.sampled))
+    return [
+        t if isinstance(t, NoToken) else (t, logprobs(raw[i][None], [t], seq.request.logprobs or 0)[0] if i in raw else None)
+        for i, (t, seq) in enumerate(zip(tokens, sequences, strict=True))
+    ]
+
+
+def edit(row: Row, seq: Sequence) -> None:
+    """Penalties, bias, bans and grammar of one sequence on its row [V], in place. Raises NoToken when the grammar broke."""
+    p, sampler = seq.request.sampling, seq.sampler
+    if sampler.counting:
+        penalize(row, p, sampler.prompt_ids, sampler.counts)
+    apply_bias(row, p.logit_bias)
+    ban(row, sampler.banned_early if sampler.sampled < seq.request.min_new else sampler.banned)
+    if sampler.grammar:
+        sampler.grammar.restrict(row, seq.request.stop_ids)

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, chat template, detokenizer, reasoning and tool-call parsers."""

@@ -1,0 +1,232 @@
+"""The plan of a checkpoint before it is loaded, and of the same model once it is."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from engine import plan as plan_module
+from engine.build import build
+from engine.cli import cli
+from engine.config import EngineConfig
+from engine.experts import calibrate
+from engine.experts.calibrate import (
+    Figure,
+    FormatRates,
+    Profile,
+    Unusable,
+    read_profile,
+    save_profile,
+    settle,
+    timed,
+    usable_profile,
+)
+from engine.experts.devices import Device
+from engine.experts.identity import Machine, kernel_version, this_machine
+from engine.http_cli import UserError, parse_size
+from engine.kernels.reference import ReferenceOps, dequantize
+from engine.memory import plan_cache
+from engine.models import load
+from engine.models.errors import ModelError
+from engine.models.load import load_model, open_checkpoint, required_bytes
+from engine.nn.experts import expert_banks
+from engine.plan import POOL, default_profile, host_shape, make_plan, place_loaded, stored_bytes
+from tests.support.tiny import make_tiny
+
+HERE = Machine("a processor", 8, 64 << 30, "", "", "performance", "reference")
+STEADY = Figure(20e9, 2, True)
+PROFILE = Profile(HERE, STEADY, None, {"F32": FormatRates(Figure(10e9, 1, True), Figure(8e9, 1, True))}, None, 1000.0)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe_mixed", "qwen3_5_moe_text", "qwen2_moe", "llama"])
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    make_tiny(request.param, path)
+    return path
+
+
+def test_planned_memory_is_what_loading_takes(checkpoint, tmp_path) -> None:
+    ops = ReferenceOps()
+    plan = make_plan(open_checkpoint(checkpoint), ops, profile_path=tmp_path / "none.json", available=1 << 30)
+    loaded = load_model(checkpoint, ops)
+    assert plan.weights == stored_bytes(loaded.weights.values())
+    banks = expert_banks(loaded.spec, loaded.weights)
+    assert plan.kinds.get(POOL, 0) == sum(b.gate_up.nbytes + b.down.nbytes for b in banks)
+    assert plan.placement.mode == "in_place" and plan.load.pool == plan.kinds.get(POOL, 0)
+    if banks:
+        cache = plan_cache(loaded.spec, ops.kv_dtype, 1 << 30)
+        placed = place_loaded(loaded, ops, cache, host_shape(banks))
+        assert placed["mode"] == "in_place" and placed["bytes_per_token"] == plan.load.read + plan.load.routed
+        assert placed["expected_decode_tok_s"] is None or placed["profile"]
+
+
+def test_a_token_reads_the_dense_weights_and_its_experts(tmp_path) -> None:
+    make_tiny("qwen3_moe", tmp_path)
+    plan = make_plan(open_checkpoint(tmp_path), ReferenceOps(), profile_path=tmp_path / "none.json", available=1 << 30)
+    pool, embed = plan.kinds[POOL], 160 * 48 * 4
+    kv = 2 * 2 * 16 * 3 * 4 * 512  # k and v of two heads of 16 in three layers, float32, at the model's 512 positions
+    assert plan.load.routed == pool * 3 // 8 and plan.context == 512
+    assert plan.load.read == plan.weights - pool - embed + kv
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def test_the_command_prints_memory_placement_and_speed(tmp_path) -> None:
+    make_tiny("qwen3_moe", tmp_path)
+    profile = tmp_path / "bandwidth.json"
+    here = this_machine(kernel_version(ReferenceOps()))
+    save_profile(Profile(here, STEADY, None, PROFILE.formats, None, calibrate.time.time()), profile)
+    done = run(str(tmp_path), "--kernels", "reference", "--profile", str(profile))
+    assert done.exit_code == 0, done.output
+    assert all(word in done.output for word in ("routed experts", "in_place", "tok/s alone", "conversations", "available"))
+    unmeasured = run(str(tmp_path), "--kernels", "reference", "--profile", str(tmp_path / "no.json"))
+    assert unmeasured.exit_code == 0 and "until `moorage engine bench bw` has measured" in unmeasured.output
+    as_json = run(str(tmp_path), "--kernels", "reference", "--profile", str(profile), "--json")
+    assert '"mode": "in_place"' in as_json.output and '"decode_tok_s": ' in as_json.output
+
+
+def test_an_accelerator_is_named_and_said_to_be_idle(tmp_path, monkeypatch) -> None:
+    make_tiny("qwen3_moe", tmp_path)
+    monkeypatch.setattr(plan_module, "find_devices", lambda: (Device("NVIDIA GB10", 0, True, 0.0),))
+    shown = run(str(tmp_path), "--kernels", "reference").output
+    assert "NVIDIA GB10, one memory with the processor: not used, these kernels compute on the processor" in shown
+    assert json.loads(run(str(tmp_path), "--kernels", "reference", "--json").output)["devices"][0]["unified"]
+
+
+def test_what_does_not_fit_says_how_much_is_short_and_fails(tmp_path) -> None:
+    make_tiny("qwen3_moe", tmp_path, num_experts=64, max_position_embeddings=64)
+    done = run(str(tmp_path), "--kernels", "reference", "--memory", "1500K")
+    assert done.exit_code == 1
+    assert "short" in done.output and "would fit with" in done.output and "more memory" in done.output
+    assert "or the experts packed into a file (`moorage engine pack`" in done.output
+    forced = run(str(tmp_path), "--kernels", "reference", "--mode", "offload")
+    assert forced.exit_code == 1 and "offload is impossible here: there is no fast memory" in forced.output
+
+
+def test_a_pool_larger_than_memory_is_streamed_from_its_pack_as_the_plan_says(tmp_path) -> None:
+    """The options the plan prints are those the engine starts with."""
+    model, pack = tmp_path / "model", tmp_path / "pack"
+    make_tiny("qwen3_moe", model, num_experts=64, max_position_embeddings=64)
+    assert CliRunner().invoke(cli, ["pack", str(model), str(pack), "--kernels", "reference"]).exit_code == 0
+    arguments = (str(model), "--kernels", "reference", "--memory", "1500K", "--experts-pack", str(pack))
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0 and json.loads(done.output)["mode"] == "stream"
+    shown = run(*arguments)
+    assert "all in memory with" in shown.output
+    slots, kv = re.search(r"--experts-pack DIRECTORY --expert-memory (\w+) --kv-memory (\w+)", shown.output).groups()
+    config = EngineConfig(
+        model=str(model), kernels="reference", experts_pack=str(pack), expert_bytes=parse_size(slots), kv_bytes=parse_size(kv)
+    )
+    parts = build(config, lambda fraction, stage: None)
+    assert parts.experts.placement["mode"] == "stream"
+    assert parts.experts.slots.capacity < parts.experts.slots.most
+    parts.experts.slots.close()
+
+
+def test_a_model_too_large_to_load_says_when_packing_would_help(tmp_path, monkeypatch) -> None:
+    make_tiny("qwen3_moe", tmp_path, num_experts=64)
+    need = required_bytes(tmp_path) + load.WORKSPACE
+    monkeypatch.setattr(load, "available_bytes", lambda: need - 1)
+    with pytest.raises(ModelError, match=r"or pack its experts \(`moorage pack .* DIRECTORY`\) and serve it with --experts-pack"):
+        load_model(tmp_path, ReferenceOps())
+    monkeypatch.setattr(load, "available_bytes", lambda: load.WORKSPACE)
+    with pytest.raises(ModelError, match="take a smaller quantization$"):
+        load_model(tmp_path, ReferenceOps())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--mode", "magic"], "no placement 'magic'"), (["--memory", "lots"], "no amount of memory")]
+)
+def test_mistakes_are_one_line(tmp_path, arguments: list[str], says: str) -> None:
+    make_tiny("llama", tmp_path)
+    done = run(str(tmp_path), "--kernels", "reference", *arguments)
+    assert isinstance(done.exception, UserError) and says in str(done.exception)
+
+
+# --- calibration
+
+
+def test_rounds_are_repeated_until_three_agree_and_the_cold_ones_thrown_away() -> None:
+    rates = iter([1.0, 5.0, 9.0, 10.0, 10.1, 9.9])
+    assert settle(lambda: next(rates)) == Figure(10.0, 3, True)
+
+
+def test_a_machine_that_never_settles_is_reported_as_such() -> None:
+    rates = iter(float(2**i) for i in range(99))
+    found = settle(lambda: next(rates), rounds=7)
+    assert found == Figure(32.0, 4, False)
+
+
+def test_a_round_is_long_enough_for_the_clock() -> None:
+    now = iter(i * 0.03 for i in range(99))
+    assert timed(lambda: 3, clock=lambda: next(now)) == pytest.approx(3 * 3 / 0.15)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "F8_E4M3", "NVFP4_SCALED", "MXFP4"])
+def test_the_real_kernels_are_measured(kind: str, monkeypatch) -> None:
+    cpu = pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
+    monkeypatch.setattr(calibrate, "ROUND_S", 0.001)
+    monkeypatch.setattr(calibrate, "ROUNDS", 3)
+    monkeypatch.setattr(calibrate, "HIDDEN", 512)
+    monkeypatch.setattr(calibrate, "INTER", 256)
+    ops = cpu.CpuOps(threads=1)
+    assert kind in calibrate.measurable(ops)
+    made = calibrate.random_weight(kind, 2, 32, 512)
+    values = made.float() if isinstance(made, torch.Tensor) else dequantize(made)
+    assert values.shape == (2, 32, 512) and values.isfinite().all() and 0.001 < values.abs().mean() < 100
+    loop = calibrate.ExpertLoop(ops, kind, pool_bytes=1 << 20)
+    size = sum((w if isinstance(w, torch.Tensor) else w.data).nbytes for w in (loop.gate_up, loop.down))
+    assert loop.expert_bytes * 16 == size and loop() == 8 * loop.expert_bytes
+    rates, link = calibrate.measure_format(ops, kind, pool_bytes=1 << 20)
+    assert min(rates.alone.rate, rates.shared.rate, link.rate) > 0
+
+
+def test_a_profile_comes_back(tmp_path) -> None:
+    path = tmp_path / "deep" / "bandwidth.json"
+    save_profile(PROFILE, path)
+    assert read_profile(path, HERE, 1000.0 + 86400) == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cpu", "other"),
+        ("cores", 4),
+        ("memory", 32 << 30),
+        ("gpu", "a card"),
+        ("driver", "2"),
+        ("power", "save"),
+        ("kernels", "new"),
+    ],
+)
+def test_a_foreign_profile_is_ignored_aloud(tmp_path, caplog, field: str, value: object) -> None:
+    save_profile(PROFILE, tmp_path / "p.json")
+    other = Machine(**{**vars(HERE), field: value})
+    assert usable_profile(tmp_path / "p.json", other, 1000.0) is None
+    assert f"{field}: {getattr(HERE, field)} -> {value}" in caplog.text and "bench bw" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}}', "null", "\x00"])
+def test_an_unreadable_profile_is_ignored(tmp_path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(Unusable, match="cannot be read"):
+        read_profile(tmp_path / "p.json", HERE, 0.0)
+
+
+def test_an_old_profile_is_ignored(tmp_path) -> None:
+    save_profile(PROFILE, tmp_path / "p.json")
+    with pytest.raises(Unusable, match="100 days old"):
+        read_profile(tmp_path / "p.json", HERE, 1000.0 + 100 * 86400)
+    with pytest.raises(Unusable, match="nothing was measured yet"):
+        read_profile(tmp_path / "none.json", HERE, 0.0)
+
+
+def test_a_user_without_a_home_has_a_place_for_the_profile(monkeypatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    assert default_profile().parts[-2:] == ("moorage", "bandwidth.json")

@@ -1,0 +1,78 @@
+"""What the worker's loop does after a wish to stop, with a clock that only moves when told."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.ipc import BACKGROUND, DRAIN_S, Done, Generate, RequestError
+from engine.worker import Worker
+from tests.engine.serve.fake_worker import fake_build
+from tests.engine.serve.harness import generate
+
+
+@dataclass
+class Loop:
+    """A worker without a socket or a process."""
+
+    now: float = 0.0
+    inbox: list = field(default_factory=list)
+    sent: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.worker = Worker(self, fake_build(EngineConfig(model="quick"), lambda *_: None), lambda: self.now)
+
+    def receive(self, timeout):
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages) -> None:
+        self.sent += messages
+
+    def turn(self, *messages: Generate) -> None:
+        self.inbox += messages
+        self.worker._turn()
+
+    def end(self, id: str) -> Done | RequestError:
+        (end,) = (m for m in self.sent if m.id == id and isinstance(m, (Done, RequestError)))
+        return end
+
+
+def test_running_answers_end_and_no_new_ones_begin() -> None:
+    loop = Loop()
+    loop.turn(generate("old", [1], 20))
+    loop.worker._stop()
+    loop.turn(generate("new", [1], 1))
+    assert loop.end("new").status == 503 and loop.end("new").code == "shutting_down"
+    while not loop.worker._over():
+        loop.turn()
+    assert loop.end("old").completion == 20
+
+
+def test_an_idle_worker_ends_at_once() -> None:
+    loop = Loop()
+    loop.turn()
+    assert not loop.worker._over()
+    loop.worker._stop()
+    assert loop.worker._over()
+
+
+def test_what_nobody_waits_for_is_not_waited_for() -> None:
+    loop = Loop()
+    loop.turn(generate("next", [1] * 3000, 0, priority=BACKGROUND))
+    loop.worker._stop()
+    assert loop.worker._over()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_long_answers_are_waited_for_until_the_time_is_up_or_the_second_signal(signals) -> None:
+    loop = Loop()
+    loop.turn(generate("long", [1], 3000))
+    for _ in range(signals):
+        loop.worker._stop()
+    if signals == 1:
+        loop.now += DRAIN_S * 0.9
+        assert not loop.worker._over()
+        loop.now += DRAIN_S * 0.2
+    assert loop.worker.run() == 0
+    assert loop.end("long").code == "shutting_down"
