@@ -1,0 +1,5 @@
+"""`python -m gateway ...` is `moorage ...`."""
+
+from gateway.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The gateway's policies inside a LiteLLM proxy; `gateway.litellm_plugin` plugs them in. Nothing here imports litellm."""

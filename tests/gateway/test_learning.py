@@ -1,0 +1,120 @@
+"""The gateway learns what an agent edits: classification from fingerprints, weights and expectations that follow it."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from engine.protocol import Hints
+from gateway.anchors import derive
+from gateway.diagnostics.compare import compare
+from gateway.dialects.chat import Chat
+from gateway.learning import Agent, Learning, classify, fingerprint
+from gateway.turn import Received, Session, Turn
+from tests.gateway.diagnostics.test_compare import BASE, CASES
+
+# What a fingerprint cannot tell apart, because it holds no text.
+COARSER = {"clock": "system_changed", "tools_rewritten": "tools_changed", "identical": "append", "thinking_changed": "append"}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_fingerprints_classify_as_the_texts_do(kind: str) -> None:
+    after, _ = CASES[kind]
+    assert compare(BASE, after).kind == kind
+    before = fingerprint(BASE)
+    assert classify(before, fingerprint(after)) == COARSER.get(kind, kind)
+    # what is taken over from the request before is what would have been made anew
+    assert fingerprint(after, before) == fingerprint(after)
+
+
+def turn(body: dict, session: str = "s", agent: str = "opencode", turn_class: str = "user") -> Turn:
+    fresh = Turn(id="r", received=Received(route="/", headers={}, body=b""), dialect=Chat()).start(b"", body, "m", True)
+    who = Session(session, "header:x", agent, turn_class)
+    return fresh.but(session=who, hints=Hints(session=session, agent=agent, anchors=derive(body)))
+
+
+def weights(hints: Hints) -> dict[tuple[str, str], float]:
+    return {(a.kind, a.edge): a.weight for a in hints.anchors}
+
+
+def stripping_session(learning: Learning, name: str, agent: str, turns: int) -> Turn:
+    """A session whose client drops the newest thought at every turn."""
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    out = None
+    for i in range(turns):
+        for m in messages:
+            m.pop("reasoning_content", None)
+        messages += [
+            {"role": "assistant", "content": f"a{i}", "reasoning_content": f"t{i}"},
+            {"role": "user", "content": f"q{i}"},
+        ]
+        out = learning.stage(turn({"messages": copy.deepcopy(messages)}, name, agent))
+    return out
+
+
+def test_an_agent_that_strips_thoughts_is_expected_to_and_its_thinking_anchors_gain() -> None:
+    learning = Learning()
+    prior = weights(
+        turn(
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "t"}]}
+        ).hints
+    )
+    learned = stripping_session(learning, "one", "opencode", 30)
+    assert learned.hints.expect == ("reasoning_stripped",)
+    assert weights(learned.hints)["thinking", "start"] > prior["thinking", "start"] + 0.3
+    other = learning.stage(turn(BASE, "two", "opencode"))  # a new session of the same agent profits
+    assert other.hints.expect == ("reasoning_stripped",)
+    assert learning.stage(turn(BASE, "three", "codex")).hints.expect == ()  # another agent does not
+
+
+def test_an_agent_that_only_appends_keeps_its_turn_ends() -> None:
+    learning, messages, out = Learning(), [{"role": "user", "content": "q"}], None
+    for i in range(40):
+        messages = [
+            *messages,
+            {"role": "assistant", "content": f"a{i}", "reasoning_content": "t"},
+            {"role": "user", "content": f"q{i}"},
+        ]
+        out = learning.stage(turn({"messages": messages}))
+    assert weights(out.hints)["turn", "end"] > 0.8 and weights(out.hints)["thinking", "start"] < 0.2 and out.hints.expect == ()
+
+
+def test_side_requests_teach_nothing_and_memory_is_bounded() -> None:
+    learning = Learning(sessions=3, agents=2)
+    for i in range(10):
+        learning.stage(turn(BASE, f"s{i}", f"agent{i}"))
+    assert len(learning._sessions) == 3 and len(learning._agents) == 2
+    before = dict(learning._sessions)
+    assert learning.stage(turn({"messages": [{"role": "user", "content": "title"}]}, "s9", turn_class="side")).hints.expect == ()
+    assert learning._sessions == before
+
+
+def test_old_habits_fade() -> None:
+    agent = Agent()
+    for kind, times in (("compaction", 60), ("append", 2000)):
+        for _ in range(times):
+            agent.add(kind)
+    assert agent.share("compaction") < 0.02 and agent.seen <= 200
+    assert 0 <= agent.weight("system", "end", 0.9) <= 1
+
+
+def test_huge_conversations_are_left_out() -> None:
+    assert fingerprint({"messages": [{"role": "user", "content": str(i)} for i in range(5000)]}) is None
+
+
+def test_memory_is_bounded_by_size_whatever_sessions_hold() -> None:
+    learning, limit = Learning(keep_bytes=200_000), 200_000
+    for i in range(60):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 1900})}}
+        messages = [{"role": "user", "content": str(i)}] + [{"role": "assistant", "content": "", "tool_calls": [call]}] * (
+            i % 7 * 4
+        )
+        for length in (len(messages) // 2 + 1, len(messages)):
+            body = {"model": "m", "messages": messages[:length], "tools": [{"type": "function", "function": {"name": "f"}}]}
+            learning._remember(f"s{i}", fingerprint(body, learning._sessions.get(f"s{i}")))
+        kept = learning._sessions.values()
+        assert learning._size == sum(p.size for p in kept) <= limit
+        assert learning._size >= sum(len(part.text) for p in kept for m in p.messages for part in m)
+    assert 1 < len(learning._sessions) < 60 and next(reversed(learning._sessions)) == "s59"
