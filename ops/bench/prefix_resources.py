@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""What the prefix cache itself costs: restoring from disk, serving a hit, opening a large index. No model; real tensors, files.
+
+    ops/bench/prefix_resources.py --scratch DIRECTORY_ON_THE_DISK --out docs/results/prefix-resources.json
+
+restore: a conversation of Qwen3-30B-A3B's KV rows (96 KiB a token) comes back from record files that are in no page cache, in
+turns with plain reads of the same files; the figure is the share of the plain speed. hit: `open` of a prompt that is wholly in
+memory, and what of it is not copying (a page, a recurrent state of 66 MB). index: 100,000 records in a journal, opened by a new
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from engine.kernels.ops import KVLayer, StateLayer  # noqa: E402
+from engine.nn.batch import PAGE, Cache  # noqa: E402
+from engine.prefix.cache import RadixCache  # noqa: E402
+from engine.prefix.disk import DiskConfig  # noqa: E402
+from engine.prefix.journal import Frame, Put, Use, rewrite  # noqa: E402
+from engine.prefix.states import TensorStorage  # noqa: E402
+from engine.prefix.store import DiskStore  # noqa: E402
+from ops.bench import machine  # noqa: E402
+
+WARM_UP = 2  # rounds that do not count: memory a virtual machine has not touched for long is given to it again page by page
+CHUNK = 8 << 20  # bytes a plain read asks for
+IDENTITY = b"prefix_resources"
+OPENING = "import sys; from ops.bench.prefix_resources import open_index; open_index(sys.argv[1])"
+
+
+def attention(pages: int, layers: int) -> Cache:
+    """Qwen3-30B-A3B's KV layers: 4 heads of 128, bfloat16."""
+    shape = (pages, 4, PAGE, 128)
+    layer = [KVLayer(torch.ones(shape, dtype=torch.bfloat16), torch.ones(shape, dtype=torch.bfloat16)) for _ in range(layers)]
+    return Cache(tuple(layer), (None,) * layers)
+
+
+def hybrid(pages: int, slots: int) -> Cache:
+    """One small attention layer and Qwen3.5-35B-A3B's 30 DeltaNet states (66 MB a sequence)."""
+    kv = KVLayer(torch.ones(pages, 2, PAGE, 16, dtype=torch.bfloat16), torch.ones(pages, 2, PAGE, 16, dtype=torch.bfloat16))
+    states = [StateLayer(torch.ones(slots, 8192, 3), torch.ones(slots, 32, 128, 128)) for _ in range(30)]
+    return Cache((kv, *(None,) * 30), (None, *states))
+
+
+def serve(cache: RadixCache, prompt: list[int]) -> float:
+    """Open and close a lease on `prompt`, computing nothing; milliseconds `open` took."""
+    began = time.perf_counter()
+    lease = cache.open(prompt, session="s", anchors=())
+    took = (time.perf_counter() - began) * 1e3
+    lease.grow(len(prompt))
+    lease.close(prompt, "stop")
+    return took
+
+
+def forget(files: list[Path]) -> None:
+    """Take `files` out of the page cache."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def plain_read(files: list[Path], buffer: memoryview) -> float:
+    """Seconds to read `files` one after the other into a buffer that is used again and again."""
+    began = time.perf_counter()
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while os.readv(fd, [buffer]):
+            pass
+        os.close(fd)
+    return time.perf_counter() - began
+
+
+def restore(scratch: Path, tokens: int, layers: int, rounds: int) -> dict:
+    prompt = [n % 50_000 for n in range(tokens)]
+    storage = TensorStorage(attention(-(-tokens // PAGE) + 2, layers))
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        disk, store = DiskConfig(budget=1 << 40), DiskStore(Path(folder), IDENTITY)
+        cache = RadixCache(storage, pages=-(-tokens // PAGE) + 2, slots=2, disk=disk, store=store)
+        serve(cache, prompt)
+        while cache.tick():
+            cache.disk.collect(wait_s=60)
+        files = sorted(Path(store.directory).glob("*/*.kv"))
+        size, buffer = sum(f.stat().st_size for f in files), memoryview(bytearray(CHUNK))
+        plain, ours = [], []
+        for _ in range(rounds + WARM_UP):
+            forget(files)
+            plain.append(size / plain_read(files, buffer) / 1e9)
+            cache.flush("ram")
+            forget(files)
+            lease = cache.open([*prompt, 1], session="s", anchors=())
+            assert lease.match.source == "disk" and lease.match.common == tokens, lease.match
+            ours.append(size / lease.match.restore_ms / 1e6)
+            lease.close(prompt, "stop")
+        cache.shutdown()
+    plain, ours = plain[WARM_UP:], ours[WARM_UP:]
+    share = statistics.median(o / p for o, p in zip(ours, plain, strict=True))
+    return {"tokens": tokens, "files": len(files), "gb": size / 1e9, "plain_gb_s": plain, "restore_gb_s": ours, "share": share}
+
+
+def hit(tokens: int, rounds: int) -> dict:
+    """Medians in milliseconds: `open` on a full hit, of that copying, for a hybrid model."""
+    prompt = [n % 50_000 for n in range(tokens)]
+    storage = TensorStorage(hybrid(-(-tokens // PAGE) + 4, 2))
+    cache = RadixCache(storage, pages=-(-tokens // PAGE) + 4, slots=2, state_budget=8 * storage.state_bytes)
+    serve(cache, prompt)
+    opened, copied, spent = [], [], [0.0]
+    storage.load, storage.copy_page = _timed(storage.load, spent), _timed(storage.copy_page, spent)
+    for n in range(rounds + WARM_UP):
+        spent[0] = 0.0
+        opened.append(serve(cache, [*prompt, n]))
+        copied.append(spent[0])
+    added = [o - c for o, c in zip(opened, copied, strict=True)][WARM_UP:]
+    middle = statistics.median
+    return {"tokens": tokens, "open_ms": middle(opened), "copy_ms": middle(copied), "added_ms": middle(added), "added": added}
+
+
+def _timed(work: Callable[..., object], spent: list[float]) -> Callable[..., object]:
+    """`work`, adding the milliseconds it takes to `spent[0]`."""
+
+    def timed(*args: object) -> object:
+        began = time.perf_counter()
+        try:
+            return work(*args)
+        finally:
+            spent[0] += (time.perf_counter() - began) * 1e3
+
+    return timed
+
+
+def index(scratch: Path, records: int, rounds: int) -> dict:
+    """Seconds a new process needs to open a journal of `records` records: conversations of 50 turns, 300 tokens each."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        store = DiskStore(Path(folder), IDENTITY)
+        journal = Path(store.directory) / "journal"
+        store.stop(60)
+        rewrite(journal, _frames(records))
+        size = journal.stat().st_size
+        runs = []
+        for _ in range(rounds):
+            out = subprocess.run([sys.executable, "-c", OPENING, folder], cwd=ROOT, capture_output=True, text=True, check=True)
+            runs.append(json.loads(out.stdout))
+    found = {key: statistics.median(r[key] for r in runs) for key in ("wall_s", "cpu_s")}
+    return {"records": records, "journal_mb": size / 1e6, **found, "runs": runs}
+
+
+def _frames(records: int) -> list[Frame]:
+    tokens = torch.arange(300, dtype=torch.int32)
+    frames: list[Frame] = []
+    for n in range(records):
+        turn, talk = n % 50, n // 50
+        data = (tokens + talk * 1000 + turn).numpy().tobytes()
+        key = n.to_bytes(16, "little")
+        frames.append(Put(n + 1, n if turn else 0, turn * 300, data, 0, 0, "turn-end", f"s{talk}", time.time(), key))
+        if turn % 10 == 0:
+            frames.append(Use(n + 1, time.time(), 3, f"s{talk}"))
+    return frames
+
+
+def open_index(folder: str) -> None:
+    """Open the cache over `folder` and print what that took."""
+    storage = TensorStorage(attention(4, 1))
+    wall, cpu = time.perf_counter(), time.process_time()
+    store = DiskStore(Path(folder), IDENTITY)
+    cache = RadixCache(storage, pages=4, slots=1, disk=DiskConfig(budget=1 << 40), store=store)
+    took = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "records": len(cache.disk.index.records)}
+    print(json.dumps(took))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to measure")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the conversation that is restored")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--hits", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--records", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    found = {
+        "machine": machine.describe(ROOT),
+        "restore": restore(args.scratch, args.tokens, args.layers, args.rounds),
+        "hit": [hit(tokens, args.rounds * 4) for tokens in args.hits],
+        "index": index(args.scratch, args.records, args.rounds),
+    }
+    print(json.dumps({k: v for k, v in found.items() if k != "machine"}, indent=1))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""A pool twice as large as its memory, read from a packed file: answers compared, speed beside what the disk gives.
+
+    ops/bench/stream.py --scratch DIRECTORY [--gib 2.4] [--out docs/results/NAME.json]
+
+Random experts of a 30B-A3B model in bfloat16 are packed; slots get half of their bytes. The disk's own rate is measured before
+and after every part, with the same number of readers and the same record size, without the engine. Filling slots for everything
+takes turns with reading the file from its beginning. Then single tokens with the routing locality of the demo
+model, and prompt chunks, run through the executor; some results are compared bit for bit with the pool in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+import machine  # noqa: E402
+
+from engine.build import choose_kernels  # noqa: E402
+from engine.experts.calibrate import HIDDEN, INTER, random_weight  # noqa: E402
+from engine.experts.executor import Tier, TieredExperts  # noqa: E402
+from engine.experts.filepool import FilePool, Pack  # noqa: E402
+from engine.experts.pack import write_pack  # noqa: E402
+from engine.experts.pool import Room  # noqa: E402
+from engine.experts.split import Rates  # noqa: E402
+from engine.experts.trace import synthesize  # noqa: E402
+from engine.nn.experts import Bank  # noqa: E402
+from engine.packing import READERS  # noqa: E402
+
+LAYERS, TOP_K = 4, 8
+LOCALITY = {"zipf": 0.6, "stick": 0.3}  # near what the demo model's own routing measures
+
+
+def bank(experts: int, layer: int, shape: tuple[int, int]) -> Bank:
+    hidden, inter = shape
+    torch.manual_seed(layer)
+    up = random_weight("BF16", experts, 2 * inter, hidden)
+    down = random_weight("BF16", experts, hidden, inter)
+    up += torch.arange(experts)[:, None, None].to(up.dtype) / 256  # every expert its own bytes
+    return Bank(up, down, "silu")
+
+
+def disk_rate(pool: FilePool, seconds: float) -> float:
+    """Bytes per second of whole records at random, READERS at once, nothing but reading into a slot."""
+    room, stop, moved = Room(pool.like, READERS).bank, time.perf_counter() + seconds, [0] * READERS
+
+    def read(number: int) -> None:
+        chance = random.Random(number)
+        while time.perf_counter() < stop:
+            moved[number] += pool.read(chance.randrange(pool.layers * pool.experts), room, number)
+
+    began = time.perf_counter()
+    at_once([lambda i=i: read(i) for i in range(READERS)])
+    return sum(moved) / (time.perf_counter() - began)
+
+
+def sequential_rate(path: Path) -> float:
+    """Bytes per second of the whole file from its beginning, READERS direct reads at once, of the better of two sizes."""
+    return max(read_whole(path, 4 << 20), read_whole(path, 16 << 20))
+
+
+def read_whole(path: Path, piece: int) -> float:
+    handle, size, lock = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size, threading.Lock()
+    places = iter(range(0, size, piece))
+
+    def read() -> None:
+        buffer = mmap.mmap(-1, piece)
+        while True:
+            with lock:
+                at = next(places, None)
+            if at is None:
+                return
+            os.preadv(handle, [buffer], at)
+
+    began = time.perf_counter()
+    at_once([read] * READERS)
+    os.close(handle)
+    return size / (time.perf_counter() - began)
+
+
+def at_once(work: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Oracle:
+    """Knows what comes and is right about `share` of it, as a real predictor is."""
+
+    def __init__(self, share: float, experts: int) -> None:
+        self.share, self.experts, self.chance = share, experts, random.Random(0)
+        self.next: list[int] = []
+
+    def predict(self, layer: int, x: torch.Tensor, top_k: int) -> list[int]:
+        if layer + 1 == LAYERS or len(x) > 1:
+            return []
+        return [e if self.chance.random() < self.share else self.chance.randrange(self.experts) for e in self.next]
+
+
+def drive(
+    experts: TieredExperts, calls: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]], oracle: Oracle | None = None
+) -> dict[str, float]:
+    before, moved, busy = experts.slots.counts.fetched, experts._link.bytes, experts._link.busy_s
+    hits, misses = experts.slots.counts.hits, experts.slots.counts.misses
+    began = time.perf_counter()
+    for i, call in enumerate(calls):
+        if oracle:
+            oracle.next = calls[i + 1][2][0].tolist() if i + 1 < len(calls) else []
+        experts.run(*call)
+    seconds, c = time.perf_counter() - began, experts.slots.counts
+    return {
+        "seconds": seconds,
+        "tokens": sum(len(x) for layer, x, *_ in calls if layer == 0),
+        "bytes_per_s": (experts._link.bytes - moved) / seconds,
+        "ms_per_token": 1e3 * seconds / max(1, sum(len(x) for layer, x, *_ in calls if layer == 0)),
+        "reading": (experts._link.busy_s - busy) / seconds,
+        "fetched": c.fetched - before,
+        "miss_rate": (c.misses - misses) / max(1, c.misses - misses + c.hits - hits),
+    }
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.ops, self.shape = choose_kernels("auto", 0), (256, 256) if args.small else (HIDDEN, INTER)
+        self.experts = max(16, int(args.gib * 2**30 / LAYERS / (3 * self.shape[0] * self.shape[1] * 2)))
+        self.args, self.seconds, self.disk = args, 0.3 if args.small else 1.5, []
+        self.directory = args.scratch / "stream-bench.pack"
+        shutil.rmtree(self.directory, ignore_errors=True)
+        began = time.perf_counter()
+        self.truth = lambda layer: bank(self.experts, layer, self.shape)
+        index = write_pack(self.directory, "bench", LAYERS, self.truth, lambda done, total: None)
+        self.pool_bytes, self.pack_s = index.size, time.perf_counter() - began
+        (self.pool,) = Pack(self.directory).pools
+
+    def executor(self, share: float, oracle: Oracle | None = None) -> TieredExperts:
+        rate = self.disk[-1]
+        slots = int(LAYERS * self.experts * share)
+        return TieredExperts(
+            self.pool, self.ops, Tier(slots, "offload", Rates(rate, rate, 0.0), self.args.policy, workers=READERS), oracle
+        )
+
+    def look(self) -> float:
+        """The disk's own rate now: it changes with what the host does, so it is measured beside everything."""
+        self.disk.append(disk_rate(self.pool, self.seconds))
+        return self.disk[-1]
+
+    def load(self, rounds: int = 3) -> dict[str, float]:
+        """Filling slots for everything, against reading the file from its beginning; in turns, the first round left out."""
+        filled, read = [], []
+        for _ in range(rounds + 1):
+            read.append(sequential_rate(self.directory / "experts.bin"))
+            experts = self.executor(1.0)
+            began = time.perf_counter()
+            experts.preload(lambda size: None)
+            filled.append(self.pool_bytes / (time.perf_counter() - began))
+            experts.close()
+        found = {"load_bytes_per_s": statistics.median(filled[1:]), "sequential_bytes_per_s": statistics.median(read[1:])}
+        return {**found, "share": found["load_bytes_per_s"] / found["sequential_bytes_per_s"]}
+
+    def decode(self, calls: list, blocks: int = 4) -> dict[str, dict]:
+        """Without and with predictions in turns, after a first half that only fills the slots."""
+        oracle = Oracle(self.args.predicted, self.experts)
+        ways = {"decode": (self.executor(0.5), None), "decode, predicted": (self.executor(0.5, oracle), oracle)}
+        size, half = len(calls) // 2 // blocks // LAYERS * LAYERS, len(calls) // 2
+        found: dict[str, list] = {name: [] for name in ways}
+        for experts, own in ways.values():
+            drive(experts, calls[:half], own)
+        for block in range(blocks):
+            for name, (experts, own) in ways.items():
+                before = self.look()
+                part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
+                found[name].append({**part, "of_disk": part["bytes_per_s"] / ((before + self.look()) / 2)})
+        for experts, _ in ways.values():
+            experts.close()
+        middle = {name: {key: statistics.median(p[key] for p in parts) for key in parts[0]} for name, parts in found.items()}
+        middle["decode, predicted"]["predictions"] = ways["decode, predicted"][0].status()["predictions"]
+        return middle
+
+    def prefill(self, chunks: list) -> tuple[dict, TieredExperts]:
+        experts = self.executor(0.5)
+        before = self.look()
+        found = drive(experts, chunks)
+        return {**found, "of_disk": found["bytes_per_s"] / ((before + self.look()) / 2)}, experts
+
+    def equal(self, experts: TieredExperts, *runs: list) -> str:
+        same = 0
+        for layer in range(LAYERS):
+            truth = self.truth(layer)
+            for calls in runs:
+                want = self.ops.moe(*calls[layer][1:], truth.gate_up, truth.down, "silu")
+                same += torch.equal(experts.run(*calls[layer]), want)
+        return f"{same} of {len(runs) * LAYERS}"
+
+    def decode_calls(self) -> list:
+        trace = synthesize(LAYERS, self.experts, TOP_K, 2 * self.args.tokens, seed=1, **LOCALITY)
+        weights, rows = torch.full((1, TOP_K), 1 / TOP_K), torch.from_numpy(trace.ids.astype("int32")).split(1)
+        return [(i % LAYERS, torch.randn(1, self.shape[0]), ids, weights) for i, ids in enumerate(rows)]
+
+    def chunk_calls(self) -> list:
+        calls = []
+        for n in range(3 * LAYERS):
+            weight, ids = torch.rand(256, self.experts).topk(TOP_K)
+            calls.append((n % LAYERS, torch.randn(256, self.shape[0]), ids.int(), weight.contiguous()))
+        return calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, required=True, help="directory for the pack, on the disk to measure")
+    parser.add_argument("--gib", type=float, default=2.4)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--predicted", type=float, default=0.66, help="share of predictions that are right, as measured")
+    parser.add_argument("--small", action="store_true", help="small experts, to try the script")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    bench = Bench(args)
+    out = {"machine": machine.describe(ROOT), "pool_bytes": bench.pool_bytes, "pack_s": bench.pack_s}
+    print(f"{bench.pool_bytes / 2**30:.2f} GiB packed in {bench.pack_s:.1f} s")
+    try:
+        for _ in range(3):  # the first passes verify checksums and warm what the host keeps of the disk
+            sequential_rate(bench.directory / "experts.bin")
+            bench.look()
+        out["load"] = bench.load()
+        o = out["load"]
+        load, whole = o["load_bytes_per_s"] / 1e9, o["sequential_bytes_per_s"] / 1e9
+        print(f"load: {load:.2f} GB/s, the file read from its beginning {whole:.2f} GB/s: {o['share']:.0%}")
+        calls, chunks = bench.decode_calls(), bench.chunk_calls()
+        share, own = machine.Share.start(), time.process_time()
+        out |= bench.decode(calls)
+        out["prefill"], experts = bench.prefill(chunks)
+        out["others"] = share.foreign(time.process_time() - own)
+        print(f"others used {out['others']:.0%} of the machine meanwhile")
+        for name in ("decode", "decode, predicted", "prefill"):
+            o = out[name]
+            print(
+                f"{name}: {o['tokens'] / o['seconds']:.1f} tok/s through {LAYERS} layers, {o['miss_rate']:.0%} misses, "
+                f"{o['bytes_per_s'] / 1e9:.2f} GB/s = {o['of_disk']:.0%} of the disk, reading {o['reading']:.0%} of the time"
+            )
+        out["disk_bytes_per_s"] = bench.disk
+        out["equal"] = bench.equal(experts, calls, chunks)
+        print(f"bit for bit equal: {out['equal']}")
+        experts.close()
+    finally:
+        shutil.rmtree(bench.directory, ignore_errors=True)
+    if args.out:
+        args.out.write_text(json.dumps(out, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
