@@ -218,14 +218,17 @@ class TieredExperts:
         if slots > capacity:
             self._arena.resize(slots)
         before = {key: int(self.slots.where[key]) for key in self.slots.resident}
-        moves = self.slots.resize(slots)
-        if slots < capacity:
-            try:
+        try:
+            moves = self.slots.resize(slots)
+            if slots < capacity:
                 self._arena.resize(slots, [(before[move.key], move.slot) for move in moves])
-            except BaseException:
-                self.slots.drop(move.key for move in moves)  # who of them was copied is not known
-                self.slots.resize(capacity)
-                raise
+        except BaseException:
+            # Who of those that moved was copied is not known.
+            self.slots.drop([key for key in self.slots.resident if self.slots.where[key] != before[key]])
+            self.slots.resize(capacity)
+            if slots > capacity:
+                self._arena.resize(capacity)
+            raise
         self.counts["resized"] += 1
 
     def evict(self, keys: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -96,9 +97,14 @@ class Room:
         self.slots = slots
 
     def _touch(self, first: int, behind: int) -> None:
-        """Take the memory of these slots now, instead of during the first copies."""
+        """Take the memory of these slots now, instead of during the first copies. What is in them stays.
+
+        After a resize that failed when its work was done, `slots` is no longer the number that their owner counts with.
+        """
         for weight in (self.bank.gate_up, self.bank.down):
-            data_of(weight)[first:behind].zero_()
+            data = data_of(weight)[first:behind].view(torch.uint8).view(-1)
+            for byte in (data[:: mmap.PAGESIZE], data[-1:]):
+                byte.bitwise_or_(0)
 
 
 def copy_expert(source: Bank, i: int, to: Bank, j: int) -> None:

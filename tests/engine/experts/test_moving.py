@@ -16,12 +16,13 @@ from engine.config import EngineConfig
 from engine.elastic import Elastic
 from engine.experts.arena import Arena
 from engine.experts.executor import TieredExperts
-from engine.experts.pool import Room
+from engine.experts.pool import Room, data_of
 from engine.experts.pressure import CALM_S, SHORT_LEAST, Memory
 from engine.experts.slots import Slots
 from engine.hostmem import available_bytes
 from engine.memory import MAX_PAGES, MIN_CONTEXT, pages_of
 from engine.nn.batch import PAGE
+from engine.nn.experts import Bank
 from engine.prefix.pages import PagePool
 from engine.prefix.ram import RamTier
 from engine.prefix.states import TensorStorage
@@ -225,6 +226,28 @@ def test_a_failure_at_any_step_undoes_the_whole(world, undisturbed, monkeypatch,
     assert failed, f"{name} plays no part in these moves"
     world.rebuild(**DOWN)
     assert world.answers() == undisturbed
+
+
+def tensors(bank: Bank) -> tuple[torch.Tensor, ...]:
+    return data_of(bank.gate_up), data_of(bank.down)
+
+
+@pytest.mark.parametrize(("owner", "name"), STEPS[:3], ids=[f"{owner.__name__}.{name}" for owner, name in STEPS[:3]])
+def test_experts_fetched_after_a_failure_survive_the_next(world, monkeypatch, owner: type, name: str) -> None:
+    """A slot that was given back and filled again holds an expert: taking more memory must not touch it."""
+    tiered, least = world.parts.experts.slots, world.stores[0].each * world.stores[0].least
+    truth = Room(tiered.pool.like, 1).bank
+    for size in (least, 4 * least, least, 4 * least):
+        with monkeypatch.context() as patch:
+            once(patch, owner, name, after=True)
+            with pytest.raises(BadCommand, match="nothing was changed"):
+                world.rebuild(expert_bytes=size)
+        for key in tiered.slots.resident:
+            tiered.pool.read(key, truth, 0)
+            for held, want in zip(tensors(tiered._arena.bank), tensors(truth), strict=True):
+                assert torch.equal(held[tiered.slots.where[key]], want[0]), f"expert {key} is not what the pool holds"
+        for key in tiered.fetch(key for key in range(tiered.most) if key not in tiered.slots.resident):
+            assert tiered.receive(key)
 
 
 def test_what_cannot_be_undone_is_said(world, monkeypatch) -> None:
