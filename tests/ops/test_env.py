@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = {"python_full_version": platform.python_version(), "python_version": platform.python_version().rpartition(".")[0]}
 
 
 @pytest.fixture
@@ -21,19 +24,47 @@ def env():
     return module
 
 
-def test_every_direct_dependency_is_pinned(env) -> None:
-    def canonical(name: str) -> str:
-        return re.sub(r"[-_.]+", "-", name).lower()
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
-    pins = {
-        canonical(line.split("==")[0])
-        for name in ("constraints.txt", "constraints-cpu.txt")
-        for line in (ROOT / name).open()
-        if "==" in line
-    }
+
+def pinned(*files: str) -> set[str]:
+    return {canonical(line.split("==")[0]) for name in files for line in (ROOT / name).open() if "==" in line}
+
+
+def test_every_direct_dependency_is_pinned(env) -> None:
+    pins = pinned("constraints.txt", "constraints-cpu.txt")
     for requirement in env.requirements("test", gpu=True):
         name = canonical(re.match(r"[\w.-]+", requirement)[0])
         assert name in pins or name == "triton", f"{requirement} of pyproject.toml has no pin in constraints.txt"
+
+
+LITELLM_PYTHON = ROOT / ".cache" / "litellm-venv" / "bin" / "python"
+ENVIRONMENTS = [
+    pytest.param(("constraints.txt", "constraints-cpu.txt"), sys.executable, id="ours"),
+    pytest.param(
+        ("ops/litellm-proxy.txt",),
+        LITELLM_PYTHON,
+        marks=[
+            pytest.mark.slow,  # where that environment exists
+            pytest.mark.skipif(not LITELLM_PYTHON.exists(), reason="no LiteLLM proxy here: ops/env.py litellm makes one"),
+        ],
+        id="litellm",
+    ),
+]
+REQUIRES = "import importlib.metadata as m; print(*(r for d in m.distributions() for r in d.requires or ()), sep='\\n')"
+
+
+@pytest.mark.parametrize(("files", "python"), ENVIRONMENTS)
+@pytest.mark.parametrize("version", ["3.11.0", "3.11.2", "3.12.3", "3.13.1"])
+def test_pins_cover_what_packages_need_on_other_pythons(files: tuple[str, ...], python: Path | str, version: str) -> None:
+    """Debian's Python is older than the one the pins were taken with: a package may need a backport there."""
+    told = subprocess.run([python, "-c", REQUIRES], capture_output=True, text=True, check=True)
+    there = {"python_full_version": version, "python_version": version.rpartition(".")[0], "extra": ""}
+    needs = {Requirement(line) for line in told.stdout.splitlines()}
+    wanted = {canonical(need.name) for need in needs if need.marker and need.marker.evaluate(there)}
+    always = {canonical(need.name) for need in needs if not need.marker or need.marker.evaluate({**there, **HERE})}
+    assert not wanted - always - pinned(*files), "pin them in " + files[0]
 
 
 @pytest.fixture
