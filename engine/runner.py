@@ -12,8 +12,8 @@ from engine.ipc import RequestError, TokenLogprob
 from engine.kernels.ops import Segments
 from engine.nn.batch import PAGE, Batch
 from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, penalize, uniform
-from engine.scheduler import Chunk, Outcome, Step
 from engine.sequence import Sequence
+from engine.step import Chunk, Outcome, Step
 
 Forward = Callable[[Batch], torch.Tensor]  # logits float32 [R, V] of the batch's `logit_rows`
 

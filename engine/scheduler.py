@@ -16,19 +16,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import msgspec
 
 from engine.fairness import DECODE_COST, FairClock
 from engine.grammar import GrammarError, Grammars, GrammarState
-from engine.ipc import BACKGROUND, Done, FromWorker, Generate, RequestError, Started, TokenLogprob, Tokens
+from engine.ipc import BACKGROUND, Done, FromWorker, Generate, RequestError, Started, Tokens
 from engine.limits import Limits, refuse
 from engine.nn.batch import PAGE
 from engine.pace import Pace
 from engine.prefix.base import Lease, OutOfPages, PrefixCache
 from engine.protocol import MoorageUsage, log_line
 from engine.sequence import Sampler, Sequence
+from engine.step import Chunk, Outcome, Step
 
 log = logging.getLogger(__name__)
 
@@ -36,33 +36,6 @@ ECHO_ROWS = 64  # prompt rows a step gives logits for: at a vocabulary of 150K t
 BYPASSES = 8  # smaller requests that may pass one that waits for pages, before the running ones must drain for it
 BACKGROUND_ROWS = 64  # prompt tokens of background work beside running streams: a step then stays near a decode step
 SHARED_WORTH = 4 * PAGE  # tokens in common with a prompt being computed that are worth waiting for
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows `tokens[start:end]` of one sequence in one step; `sample` when the last of them predicts a new token."""
-
-    seq: Sequence
-    start: int
-    end: int
-    sample: bool
-
-    @property
-    def echo(self) -> range:
-        return self.seq.echo_rows(self.start, self.end)
-
-
-Step = tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the runner computed for one chunk. `error` means this sequence alone failed."""
-
-    token: int | None = None
-    logprob: TokenLogprob | None = None
-    echo: Seq[TokenLogprob] = ()
-    error: RequestError | None = None
 
 
 class Scheduler:

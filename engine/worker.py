@@ -44,7 +44,8 @@ from engine.ipc import (
 )
 from engine.protocol import log_line
 from engine.runner import Runner
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
+from engine.step import Step
 from engine.stores import stores_of
 
 log = logging.getLogger(__name__)
