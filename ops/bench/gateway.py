@@ -4,8 +4,9 @@
     ops/bench/gateway.py --out docs/results/gateway.json [--litellm VENV/bin/python] [--rounds 5] [--soak 100000]
 
 One gateway process with its normal configuration (keys, records, every policy) stands before a fake upstream (`sse_upstream.py`);
-a load client (`load.py`) asks the upstream directly, the gateway, and LiteLLM's proxy with hooks that do the same, in turns
-inside every round. Client and upstream are processes of their own on the same machine; the direct figures show what they can do.
+a load client (`load.py`) asks the upstream directly, the gateway, a pass-through that does nothing (`gateway_bare.py`), and
+LiteLLM's proxy with hooks that do the same, in turns inside every round. Client and upstream are processes of their own on the
+same machine; the direct figures show what they can do, those of the pass-through what the machine leaves a gateway in Python.
 The tables give medians over rounds; the JSON keeps every sample with the share of the machine that others used.
 """
 
@@ -30,6 +31,7 @@ import machine
 ROOT = Path(__file__).resolve().parents[2]
 
 SIZES = (0.3, 40, 200)  # KB of messages: a question, a session after some turns, a long one
+LONG = 1.0  # KB from which a request is one of a conversation
 CONCURRENCY = (8, 64)
 CHUNK_EVENTS = 256  # as in sse_upstream
 MAX_FOREIGN = 0.1  # above this share of the machine in others' hands a measurement is made once more
@@ -68,13 +70,17 @@ class Bench:
         return got, used, foreign
 
     def measure(self, cell: str, number: int, target: peers.Target, kind: str, size: float, **more: Any) -> None:
-        group = target.group(kind, bodies.body(kind, size)) | more
+        """`size` from LONG on: an agent's conversations, of which each request repeats the one before."""
+        one = (
+            target.session(bodies.session(size), bodies.SESSION) if size >= LONG else target.group(kind, bodies.body(kind, size))
+        )
+        group = one | more
         (got,), cpu, foreign = self.ask(target, [group], self.seconds)
         if got["bad"] or not got["count"]:
             raise SystemExit(f"{target.name}, {cell}: {got['bad']} bad answers of {got['count']}: {got['sample'][:600]}")
         bodies.check(kind, got["sample"])
         values = {"count": got["count"], "per_second": got["count"] / got["seconds"], "cpu_us": cpu / got["count"] * 1e6}
-        for name in ("first", "total", "stamps"):
+        for name in ("first", "opening", "total", "stamps"):
             if got[name]:
                 values |= {f"{name}_{q}": quantile(got[name], q) for q in (50, 95, 99)}
         self.samples.append(Sample(cell, target.name, number, values, round(foreign, 3)))
@@ -154,7 +160,8 @@ def median(samples: list[Sample], cell: str, target: str, name: str) -> float | 
 def added(samples: list[Sample], cell: str, target: str, name: str, direct: str = "") -> float | None:
     """The median over rounds of what `target` adds to the direct figure (`direct` names another one) of the same round."""
     base = {s.round: s.values[direct or name] for s in samples if s.cell == cell and s.target == "direct"}
-    found = [s.values[name] - base[s.round] for s in samples if (s.cell, s.target) == (cell, target) and s.round in base]
+    ours = [s for s in samples if (s.cell, s.target) == (cell, target) and s.round in base and name in s.values]
+    found = [s.values[name] - base[s.round] for s in ours]
     return statistics.median(found) if found else None
 
 
@@ -167,6 +174,9 @@ def tables(samples: list[Sample], names: list[str]) -> Iterator[str]:
         cell = f"ttft {size:g} KB"
         cells = [_ms(added(samples, cell, n, q, "first_50")) for n in others for q in ("first_50", "first_95")]
         yield f"| {size:g} KB of messages | " + " | ".join([*cells, _ms(median(samples, cell, "direct", "first_50"))]) + " |"
+        if size >= LONG:
+            cells = [_ms(added(samples, cell, n, q, "first_50")) for n in others for q in ("opening_50", "opening_95")]
+            yield f"| {size:g} KB, first request of its conversation | " + " | ".join([*cells, ""]) + " |"
     yield ""
     yield "| streams | " + " | ".join(names) + " |"
     yield "|---" * (1 + len(names)) + "|"
@@ -224,6 +234,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp, ExitStack() as stack:
         upstream = stack.enter_context(peers.Upstream())
         targets = [peers.Direct(upstream.port), stack.enter_context(peers.Gateway(Path(tmp), upstream.port))]
+        targets.append(stack.enter_context(peers.Bare(upstream.port)))
         if args.litellm:
             targets.append(stack.enter_context(peers.LiteLLM(Path(tmp), upstream.port, args.litellm)))
         idle = {t.name: t.resident_mb() for t in targets[1:]}

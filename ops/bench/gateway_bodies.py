@@ -15,10 +15,26 @@ TEXT = 'the request handler returns self.value = compute(path, "name") if not fo
 WORDS = TEXT.split(" ")
 
 
+TURNS = 12  # requests of one conversation
+SESSION = "session 00000000"  # stands in every first question; the load client counts its conversations here
+
+
+@cache
+def session(kilobytes: float) -> tuple[bytes, ...]:
+    """The requests of one conversation, from this much text in its messages on; each adds a call and what came of it."""
+    messages = _messages(int(kilobytes * 1000) + (TURNS - 1) * PIECE)
+    messages[1] = messages[1] | {"content": f"{SESSION}: {messages[1]['content']}"}
+    return tuple(_request("plain", messages[: len(messages) - 2 * left]) for left in range(TURNS - 1, -1, -1))
+
+
 @cache
 def body(kind: str, kilobytes: float) -> bytes:
     """A chat request of an agent with this much text in its messages; `calls` brings twelve tools."""
-    data: dict[str, Any] = {"model": MODELS[kind], "messages": _messages(int(kilobytes * 1000)), "stream": True}
+    return _request(kind, _messages(int(kilobytes * 1000)))
+
+
+def _request(kind: str, messages: list[dict[str, Any]]) -> bytes:
+    data: dict[str, Any] = {"model": MODELS[kind], "messages": messages, "stream": True}
     data |= {"temperature": 0.7, "max_tokens": 4096, "stream_options": {"include_usage": True}}
     if kind == "calls":
         data["tools"] = [_tool(name) for name in ("read", *(f"tool_{i}" for i in range(11)))]

@@ -117,6 +117,10 @@ class Target:
         path = self.path.format(kind=kind)
         return {"port": self.port, "path": path, "headers": headers, "body": base64.b64encode(body).decode()}
 
+    def session(self, bodies: tuple[bytes, ...], mark: str) -> dict[str, Any]:
+        """A load group of plain answers that sends these as conversations."""
+        return self.group("plain", b"") | {"bodies": [base64.b64encode(b).decode() for b in bodies], "mark": mark}
+
     def health(self) -> dict[str, Any]:
         return {"port": self.port, "path": self.health_path, "method": "GET"}
 
@@ -130,6 +134,17 @@ class Target:
 
 class Direct(Target):
     name, path = "direct", "/{kind}/v1/chat/completions"
+
+
+class Bare(Target, Process):
+    """The floor: a pass-through that looks at nothing."""
+
+    name, path = "bare", "/{kind}/v1/chat/completions"
+
+    def __init__(self, upstream: int) -> None:
+        command = [sys.executable, str(HERE / "gateway_bare.py"), str(upstream)]
+        Process.__init__(self, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        Target.__init__(self, int(self.process.stdout.readline()), self.process.pid)
 
 
 class Gateway(Target, Process):

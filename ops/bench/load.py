@@ -2,9 +2,11 @@
 """The load client of `gateway.py`: one process, one job a line on stdin, one result a line on stdout.
 
 A job is `{"seconds": s, "groups": [{"port", "path", "headers", "body", "concurrency", "pause", "method", "stamps"}]}`: every
-group keeps `concurrency` connections in a closed loop, all groups at once. A result has, for each group, the latencies in
-microseconds: `first` (first event), `total` (whole answer), `stamps` (how old each stamped event was), the number of bad
-answers, and one whole answer for the caller to check. A bare asyncio protocol on uvloop, so that it is never the bottleneck.
+group keeps `concurrency` connections in a closed loop, all groups at once. With `bodies` and `mark` instead of `body`, each
+connection sends those one after the other and then again as a conversation of its own: `mark` gets another number. A result
+has, for each group, the latencies in microseconds: `first` (first event; `opening`: those of a conversation's first request),
+`total` (whole answer), `stamps` (how old each stamped event was), the number of bad answers, and one whole answer for
+the caller to check. A bare asyncio protocol on uvloop, so that it is never the bottleneck.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ class Group:
         self.stamped = job.get("stamps", False)
         self.most = job.get("requests", 1 << 60)
         self.sent = 0
-        body = base64.b64decode(job.get("body", ""))
-        head = f"{job.get('method', 'POST')} {job['path']} HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
+        head = f"{job.get('method', 'POST')} {job['path']} HTTP/1.1\r\nhost: bench\r\n"
         head += "".join(f"{k}: {v}\r\n" for k, v in job.get("headers", {}).items())
-        self.request = head.encode() + b"\r\n" + body
+        bodies = [base64.b64decode(b) for b in job.get("bodies") or [job.get("body", "")]]
+        self.requests = [head.encode() + b"content-length: %d\r\n\r\n" % len(b) + b for b in bodies]
+        self.mark = job.get("mark", "").encode()
+        self.sessions = 0
+        self.opening: list[int] = []
         self.whole = job.get("method") == "GET"
         self.first: list[int] = []
         self.total: list[int] = []
@@ -49,6 +54,7 @@ class Group:
             "bad": self.bad,
             "seconds": self.ended - began,
             "first": self.first,
+            "opening": self.opening,
             "total": self.total,
             "stamps": self.stamps,
             "sample": self.sample.decode("utf-8", "replace"),
@@ -64,6 +70,7 @@ class Connection(asyncio.Protocol):
         self.parts: list[bytes] = []
         self.seen_first = self.busy = False
         self.began = self.length = 0
+        self.turn, self.session = -1, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
@@ -77,8 +84,21 @@ class Connection(asyncio.Protocol):
         group.sent += 1
         self.parts.clear()
         self.seen_first, self.busy, self.length = False, True, -1
+        request = self.request()
         self.began = time.perf_counter_ns()
-        self.transport.write(group.request)
+        self.transport.write(request)
+
+    def request(self) -> bytes:
+        group = self.group
+        self.turn = (self.turn + 1) % len(group.requests)
+        request = group.requests[self.turn]
+        if not group.mark:
+            return request
+        if self.turn == 0:
+            group.sessions += 1
+            self.session = group.sessions
+        mark = group.mark.rstrip(b"0")
+        return request.replace(group.mark, mark + b"%0*d" % (len(group.mark) - len(mark), self.session), 1)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter_ns()
@@ -87,6 +107,8 @@ class Connection(asyncio.Protocol):
         if not self.seen_first and (b"data: {" in data or group.whole):
             self.seen_first = True
             group.first.append((now - self.began) // 1000)
+            if group.mark and self.turn == 0:
+                group.opening.append(group.first[-1])
         if group.stamped:
             clock = time.monotonic_ns()
             group.stamps += [(clock - int(m)) // 1000 for m in STAMP.findall(data)]

@@ -55,6 +55,33 @@ def test_requests_have_the_size_they_say_and_are_the_same_every_time(bench, size
     assert bench.bodies.body("calls", size) == raw
 
 
+@pytest.mark.parametrize("size", [40, 200])
+def test_a_conversation_grows_from_request_to_request_and_has_the_size_it_says(bench, size: float) -> None:
+    requests = [json.loads(raw)["messages"] for raw in bench.bodies.session(size)]
+    assert len(requests) == bench.bodies.TURNS and all(b[: len(a)] == a for a, b in zip(requests, requests[1:], strict=False))
+    sizes = [sum(len(m["content"]) for m in messages) / 1000 for messages in requests]
+    assert 0.95 * size < sizes[0] < 1.05 * size and size + 15 < sizes[-1] < size + 19
+    assert all(len(b) - len(a) == 2 for a, b in zip(requests, requests[1:], strict=False))
+
+
+def test_every_conversation_of_the_load_client_is_a_new_one(bench) -> None:
+    with bench.peers.Upstream() as upstream, bench.peers.Client() as client:
+        bodies = tuple(json.dumps({"q": f"{bench.bodies.SESSION} {i}"}).encode() for i in range(3))
+        asked = bench.peers.Direct(upstream.port).session(bodies, bench.bodies.SESSION) | {"requests": 7, "seconds": 60}
+        (got,) = client.run({"seconds": 60, "groups": [asked]})
+    assert (got["count"], got["bad"], len(got["first"]), len(got["opening"])) == (7, 0, 7, 3)
+
+
+def test_the_pass_through_gives_on_what_the_upstream_says(bench) -> None:
+    with bench.peers.Upstream() as upstream, bench.peers.Client() as client, bench.peers.Bare(upstream.port) as bare:
+        kinds = ("plain", "calls", "chunks")
+        asked = [bare.group(kind, bench.bodies.body(kind, 40)) | {"concurrency": 2, "requests": 6} for kind in kinds]
+        *got, seen = client.run({"seconds": 60, "groups": [*asked, bare.health() | {"requests": 3}]})
+    assert [(g["count"], g["bad"]) for g in got] == [(6, 0)] * 3 and (seen["count"], seen["bad"]) == (3, 0)
+    for kind, g in zip(kinds, got, strict=True):
+        bench.bodies.check(kind, g["sample"])
+
+
 @pytest.mark.parametrize("kind", ["plain", "calls", "chunks", "paced"])
 def test_client_and_upstream_agree_on_every_kind_of_answer(bench, kind: str) -> None:
     with bench.peers.Upstream() as upstream, bench.peers.Client() as client:
