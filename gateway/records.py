@@ -132,15 +132,30 @@ def reuse(usage: dict[str, Any] | None) -> dict[str, Any] | None:
 def encode(data: dict[str, Any]) -> bytes:
     """One line. Bodies that are UTF-8 stand as text (byte-identical when encoded again), others as base64."""
     out = dict(data)
-    for name in ("received", "sent"):
-        if out.get(name):
-            text, encoding = _text(out[name]["body"])
-            out[name] = out[name] | {"body": orjson.Fragment(text), "encoding": encoding}
+    names = [name for name in ("received", "sent") if out.get(name)]
+    for name, (text, encoding) in zip(names, _texts([out[name]["body"] for name in names]), strict=True):
+        out[name] = out[name] | {"body": orjson.Fragment(text), "encoding": encoding}
     return orjson.dumps(out, default=str, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _texts(bodies: list[bytes]) -> list[tuple[bytes, str]]:
+    """`_text` of each body. What was sent mostly begins as what was received; that beginning is made once."""
+    cut = len(bodies[0].rstrip()) - 1 if len(bodies) == 2 else 0
+    if cut > 0 and bodies[1].startswith(bodies[0][:cut]):
+        begin, encoding = _text(bodies[0][:cut])
+        ends = [_text(body[cut:]) for body in bodies]
+        if {encoding, *(e for _, e in ends)} == {"utf-8"}:
+            return [(begin[:-1] + end[1:], "utf-8") for end, _ in ends]
+    return [_text(body) for body in bodies]
 
 
 def _text(body: bytes) -> tuple[bytes, str]:
     """(a body as a JSON string, its encoding). In pieces, between which the event loop may have the interpreter."""
+    if len(body) <= PIECE_BYTES:
+        try:
+            return orjson.dumps(body.decode()), "utf-8"
+        except UnicodeDecodeError:
+            return b'"%s"' % base64.b64encode(body), "base64"
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         pieces = [orjson.dumps(decoder.decode(body[i : i + PIECE_BYTES]))[1:-1] for i in range(0, len(body), PIECE_BYTES)]

@@ -48,6 +48,30 @@ def test_bodies_are_kept_byte_for_byte(body) -> None:
     assert raw == body
 
 
+LONG = b"x" * (records.PIECE_BYTES - 10) + "größe 🙂".encode() * 9
+PAIRS = [
+    (b'{"a":1}', b'{"a":1,"moorage":{"session":"s"}}'),
+    (b'{"a":1} \n', b'{"a":1}'),
+    (b"{}", b'{"moorage":{}}'),
+    (b'{"a":"' + LONG + b'"}', b'{"a":"' + LONG + b'","b":"\\n"}'),
+    (b'{"a":1}', b'{"model":"b","a":1}'),
+    (b'{"a":1}', b'{"a":1,"b":"\xff"}'),
+    (b'{"a":"\xff"}', b'{"a":"\xff","b":1}'),
+    (b'"\xc3\xa9', b'"\xc3\xa8'),
+    (b"", b""),
+    (b"", b"{}"),
+]
+
+
+@pytest.mark.parametrize("received, sent", PAIRS)
+def test_what_was_sent_is_kept_byte_for_byte_also_when_it_begins_as_what_was_received(received, sent) -> None:
+    kept = json.loads(encode(entry(1, received) | {"sent": {"body": sent}}))
+    for side, body in (("received", received), ("sent", sent)):
+        text, encoding = kept[side]["body"], kept[side]["encoding"]
+        assert (text.encode() if encoding == "utf-8" else base64.b64decode(text)) == body
+        assert kept[side] == json.loads(encode(entry(1, body)))["received"]
+
+
 def test_files_rotate_and_the_oldest_go(tmp_path) -> None:
     path = tmp_path / "r.jsonl"
     writer = RecordWriter(Records(path=str(path), rotate_mb=1000 / (1 << 20), keep_files=2, compress=False))
