@@ -45,6 +45,20 @@ class Corked:
             self._transport.write(data)
 
 
+# Bytes of a request's body that wait for the gateway before its client is made to wait. uvicorn's 64 KiB stop and start the
+# reading of every long conversation several times, a turn of the event loop each.
+BODY_WAITS = 1 << 20
+
+
 class CorkedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Corked(transport))  # type: ignore[arg-type]
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if (self.parser.should_upgrade() and self._should_upgrade()) or cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > BODY_WAITS:
+            self.flow.pause_reading()
+        cycle.message_event.set()

@@ -132,6 +132,8 @@ def _rendered_list(raw: bytes, before: list[Any], after: list[Any]) -> bytes:
 
 def splice(raw: bytes, key: str, value: bytes) -> bytes:
     """The object `raw` with `"key":value` added at its end, every other byte kept. The key must not be in it yet."""
-    head = raw.rstrip()[:-1].rstrip()
-    comma = b"" if head.endswith(b"{") else b","
-    return b"%s%s%s:%s}" % (head, comma, orjson.dumps(key), value)
+    end = len(raw.rstrip()) - 1  # of what is kept: the last brace comes anew
+    while raw[end - 1 : end].isspace():
+        end -= 1
+    comma = b"" if raw[end - 1 : end] == b"{" else b","
+    return b"".join((memoryview(raw)[:end], comma, orjson.dumps(key), b":", value, b"}"))

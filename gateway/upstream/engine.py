@@ -154,7 +154,7 @@ class DirectUpstream:
 
     async def _over_wire(self, target: Target, deployment: Deployment, id: str, body: bytes) -> wire.Reply:
         head = b"%sx-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (target.head, id.encode(), len(body))
-        reply = await self._pool.send(target.address, head + body, self._timeouts.connect)
+        reply = await self._pool.send(target.address, head, body, self._timeouts.connect)
         try:
             await reply.head(self._timeouts.prefill)
         except BaseException:

@@ -15,6 +15,8 @@ import httptools
 
 # Bytes of an answer that nobody has read yet before the upstream is made to wait: a slow client must not fill our memory.
 HIGH_WATER = 256 << 10
+# Below this one write of head and body together costs less than a gathering one; above, the copy does.
+COPIED = 32 << 10
 
 
 class Broken(ConnectionError):
@@ -123,10 +125,13 @@ class Connection(asyncio.Protocol):
         self.lost = False
         self.idle_since = 0.0
 
-    def send(self, request: bytes) -> Reply:
+    def send(self, head: bytes, body: bytes) -> Reply:
         self._heard = False
         self._reply = reply = Reply(self)
-        self.transport.write(request)
+        if len(body) < COPIED:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
         return reply
 
     def drop(self) -> None:
@@ -201,9 +206,9 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def send(self, address: tuple[str, int], request: bytes, connect: float) -> Reply:
+    async def send(self, address: tuple[str, int], head: bytes, body: bytes, connect: float) -> Reply:
         """Send a whole request. Raises NoConnection, its cause what the system said, after at most `connect` seconds."""
-        return (self._take(address) or await self._connect(address, connect)).send(request)
+        return (self._take(address) or await self._connect(address, connect)).send(head, body)
 
     def _take(self, address: tuple[str, int]) -> Connection | None:
         idle = self._idle.get(address)

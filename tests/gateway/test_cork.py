@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
-from gateway.cork import Corked
+from gateway.cork import BODY_WAITS, Corked, CorkedProtocol
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\n"
 
@@ -52,3 +53,17 @@ async def test_what_must_not_wait_does_not() -> None:
     for data in (b"HTTP/1.1 100 Continue\r\n\r\n", b"5\r\nhello\r\n", HEAD + b"Invalid HTTP request received."):
         corked.write(data)
         assert transport.seen.pop() == data
+
+
+async def test_a_client_waits_when_a_mebibyte_of_its_body_does() -> None:
+    waits: list[int] = []
+    cycle = SimpleNamespace(body=bytearray(), response_complete=False, message_event=asyncio.Event())
+    flow = SimpleNamespace(pause_reading=lambda: waits.append(len(cycle.body)))
+    protocol = SimpleNamespace(cycle=cycle, flow=flow, parser=SimpleNamespace(should_upgrade=lambda: False))
+    for size in (BODY_WAITS // 2, BODY_WAITS - BODY_WAITS // 2, 1):
+        CorkedProtocol.on_body(protocol, b"x" * size)
+        assert cycle.message_event.is_set()
+    assert waits == [BODY_WAITS + 1] and len(cycle.body) == BODY_WAITS + 1
+    cycle.response_complete = True
+    CorkedProtocol.on_body(protocol, b"x")
+    assert len(cycle.body) == BODY_WAITS + 1

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import random
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,7 @@ class Server:
         writer.close()
 
     async def ask(self) -> tuple[int, bytes]:
-        reply = await self.pool.send(self.address, b"POST / HTTP/1.1\r\n\r\n", 5)
+        reply = await self.pool.send(self.address, b"POST / HTTP/1.1\r\n\r\n", b"", 5)
         await reply.head(5)
         parts = []
         while part := await reply.read(5):
@@ -92,7 +93,7 @@ def test_answers_cut_anywhere_read_the_same(kind: str, cuts: list[int]) -> None:
     async def main() -> None:
         connection = wire.Connection(lambda c: None)
         connection.transport = Transport()
-        reply = connection.send(b"")
+        reply = connection.send(b"", b"")
         raw = ANSWERS[kind]
         edges = [0, *sorted(min(c, len(raw)) for c in cuts), len(raw)]
         for a, b in zip(edges, edges[1:], strict=False):
@@ -112,7 +113,7 @@ def test_garbage_is_an_error_and_never_an_answer(garbage: bytes) -> None:
     async def main() -> None:
         connection = wire.Connection(lambda c: None)
         connection.transport = type("T", (), {"write": lambda s, d: None, "abort": lambda s: None})()
-        reply = connection.send(b"")
+        reply = connection.send(b"", b"")
         connection.data_received(b"no HTTP: " + garbage)
         with pytest.raises(wire.Broken) as e:
             await reply.head(1)
@@ -132,7 +133,7 @@ def test_garbage_is_an_error_and_never_an_answer(garbage: bytes) -> None:
 )
 async def test_a_connection_that_closes_early_is_broken_and_what_came_is_given_first(pieces, unanswered) -> None:
     async with Server(pieces) as server:
-        reply = await server.pool.send(server.address, b"POST / HTTP/1.1\r\n\r\n", 5)
+        reply = await server.pool.send(server.address, b"POST / HTTP/1.1\r\n\r\n", b"", 5)
         got = b""
         with pytest.raises(wire.Broken) as e:
             await reply.head(5)
@@ -153,7 +154,7 @@ async def test_silence_is_a_timeout_and_closing_tells_the_other_side() -> None:
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        reply = await wire.Pool(keep=1).send(server.sockets[0].getsockname()[:2], b"POST / HTTP/1.1\r\n\r\n", 5)
+        reply = await wire.Pool(keep=1).send(server.sockets[0].getsockname()[:2], b"POST / HTTP/1.1\r\n\r\n", b"", 5)
         await reply.head(5)
         assert await reply.read(5) == b"ab"
         with pytest.raises(TimeoutError):
@@ -165,7 +166,7 @@ async def test_silence_is_a_timeout_and_closing_tells_the_other_side() -> None:
 async def test_nobody_there_says_why() -> None:
     pool = wire.Pool(keep=1)
     with pytest.raises(wire.NoConnection) as e:
-        await pool.send(("127.0.0.1", 1), b"", 5)
+        await pool.send(("127.0.0.1", 1), b"", b"", 5)
     assert isinstance(e.value.__cause__, ConnectionRefusedError)
 
 
@@ -173,7 +174,7 @@ async def test_a_slow_reader_makes_the_upstream_wait() -> None:
     size = 64 << 20
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
     async with Server([head, bytes(size)], [ANSWERS["length"]]) as server:
-        reply = await server.pool.send(server.address, b"POST / HTTP/1.1\r\n\r\n", 5)
+        reply = await server.pool.send(server.address, b"POST / HTTP/1.1\r\n\r\n", b"", 5)
         await reply.head(30)
         await asyncio.sleep(0.2)
         assert reply._size < size // 4  # what the sockets hold is not ours
@@ -241,3 +242,21 @@ async def test_both_ways_to_an_upstream_pass_and_fail_alike(user: str, tmp_path)
         async with Gateway(settings(f"http://{user}127.0.0.1:1"), tmp_path) as gw:
             assert (await gw.post(ask())).json["error"]["code"] == "upstream_connect"
         assert ("authorization" in up.requests[0].headers) == bool(user)
+
+
+@pytest.mark.parametrize("size", [0, 1, wire.COPIED - 1, wire.COPIED, 3 << 20])
+async def test_a_body_arrives_whole_behind_its_head_however_long_it_is(size) -> None:
+    head, body, seen = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size, random.Random(size).randbytes(size), []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readexactly(len(head) + size))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    pool = wire.Pool(keep=30)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        reply = await pool.send(server.sockets[0].getsockname()[:2], head, body, 5)
+        await reply.head(5)
+        pool.close()
+    assert seen == [head + body]
