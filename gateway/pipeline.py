@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,8 +51,10 @@ After = Callable[[Turn, Answer], None | Awaitable[None]]
 
 KEEP_POLICIES = 1024  # merged rules by model, key and route; model names are the clients' to choose
 
-# Other streams get a turn between the stages of a request this large: all stages together may take 10 ms a MiB.
+# Other streams get a turn between the stages of a request this large (all stages together may take 10 ms a MiB), as soon as
+# those so far took so long. More often costs more than it gives: each turn of the loop lets the records thread compute.
 LARGE = 128 << 10
+STRETCH_S = 0.001
 
 # Which path speaks which dialect.
 DIALECTS: dict[str, Callable[[KnownTools], Dialect]] = {
@@ -62,6 +65,30 @@ DIALECTS: dict[str, Callable[[KnownTools], Dialect]] = {
     "/v1/messages": Messages,
     "/v1/messages/count_tokens": CountTokens,
 }
+
+
+class Stretch:
+    """A large request's right to compute: one at a time has it, and after STRETCH_S whatever else is due runs first."""
+
+    __slots__ = ("_held", "_lock", "_since")
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock, self._held, self._since = lock, False, time.perf_counter()
+
+    async def rest(self) -> None:
+        """Between two stages."""
+        if time.perf_counter() - self._since >= STRETCH_S:
+            self.give_back()
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()
+        if not self._held:
+            await self._lock.acquire()
+            self._held = True
+
+    def give_back(self) -> None:
+        if self._held:
+            self._lock.release()
+            self._held = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +106,34 @@ class Pipeline:
     upstreams: dict[str, Upstream]
     metrics: Metrics
     records: RecordWriter | None
-    large: asyncio.Lock  # held for one stage of a large request
+    large: asyncio.Lock  # held by the large request that computes
     tracer: Tracer | None = None
 
     async def answer(self, received: Received, dialect: Dialect, receive: Receive, send: Send) -> None:
         """Serve one request. Returns when the client has its answer, or has left and its request is cancelled and recorded."""
         turn = Turn(id=new_id(), received=received, dialect=dialect)
         answer, client = Answer(received.started), Client(send, turn.id)
-        large = len(received.body) > LARGE
+        stretch = Stretch(self.large) if len(received.body) > LARGE else None
         self.metrics.active.inc()
         exchange: Exchange | None = None
         writer: Writer | None = None
         watch = Watch(client, receive)
         try:
             for stage in (dialect.read, *self.before):
-                made = await self._in_turn(stage, turn) if large else stage(turn)
-                turn = made if type(made) is Turn else await made
+                if stretch is not None:
+                    await stretch.rest()
+                made = stage(turn)
+                if type(made) is not Turn:
+                    if stretch is not None:
+                        stretch.give_back()  # it may wait in line
+                    made = await made
+                turn = made
                 if writer is None:
                     writer = dialect.writer(turn)
                     if turn.stream:  # waiting in line is a silence too
                         client.keep_alive(turn, answer, writer, self.config.timeouts.keepalive, self.config.timeouts.idle)
+            if stretch is not None:
+                stretch.give_back()
             looks = [f for make in self.filters if (f := make(turn, answer)) is not None]
             kind = Counting if isinstance(dialect, CountTokens) else Exchange
             exchange = kind(turn, answer, client, looks, self.router, self.upstreams, self.config.timeouts, writer)
@@ -122,19 +157,13 @@ class Pipeline:
             answer.end("error", refusal)
             await self._broken(client, dialect, writer or dialect.writer(turn), turn, refusal)
         finally:
+            if stretch is not None:
+                stretch.give_back()
             client.stop()
             watch.cancel()
             self.metrics.active.dec()
             answer.status = client.status
             await self._finish(exchange.turn if exchange else turn, answer)
-
-    async def _in_turn(self, stage: Stage, turn: Turn) -> Turn | Awaitable[Turn]:
-        """A stage of a large request: one at a time of all of them, and whatever else is due runs before the next one."""
-        async with self.large:
-            made = stage(turn)
-            if type(made) is Turn:
-                await asyncio.sleep(0)
-        return made
 
     async def _broken(self, client: Client, dialect: Dialect, writer: Writer, turn: Turn, refusal: Refusal) -> None:
         if client.started:

@@ -320,7 +320,7 @@ async def test_the_next_deployment_answers_when_the_first_is_gone(up, tmp_path) 
     assert [bool(a["error"]) for a in record["attempts"]] == [True, False] and record["sent"]["deployment"] == "m#1"
 
 
-async def test_other_streams_go_on_between_the_stages_of_a_large_request(up, tmp_path) -> None:
+async def test_other_streams_go_on_between_the_stages_of_a_large_request(up, tmp_path, monkeypatch) -> None:
     up.script(Whole(message()))
     async with Gateway(settings(up.base), tmp_path) as gw:
         order: list[str] = []
@@ -335,8 +335,10 @@ async def test_other_streams_go_on_between_the_stages_of_a_large_request(up, tmp
 
         pipeline = gw.app.pipeline
         gw.app.pipeline = dataclasses.replace(pipeline, before=(stage("first"), *pipeline.before, stage("last")))
-        for size, want in ((10, ["first", "last", "others", "others"]), (LARGE, ["first", "others", "last", "others"])):
+        together, apart = ["first", "last", "others", "others"], ["first", "others", "last", "others"]
+        for size, stretch, want in ((10, 0.0, together), (LARGE, 0.0, apart), (LARGE, 60.0, together)):
             order.clear()
+            monkeypatch.setattr("gateway.pipeline.STRETCH_S", stretch)
             await gw.post(ask("x" * size))
             assert order == want
 
