@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from gateway.conversations import folded
 from gateway.diagnostics.compare import Part, common, kind_of, parts_of, tool_parts
 from gateway.tools import derived
 from gateway.turn import Turn
@@ -24,6 +26,7 @@ KEEP_AGENTS = 256
 KEEP_BYTES = 64 << 20
 PART_BYTES = 160  # of one part without its text, measured
 MAX_PARTS = 4000  # longer conversations are not learned from; nothing of that size was seen in 48,658 real requests
+TEXT = (str, type(None))
 SHORT = 2000  # tool calls up to this length stay text, so that a re-serialised one is recognised
 
 WINDOW = 200  # requests after which half of what was seen is forgotten: agents change with their releases
@@ -142,7 +145,7 @@ def fingerprint(body: Mapping[str, Any], before: Print | None = None) -> Print |
     said = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     if len(known) + len(said) > MAX_PARTS:
         return None
-    digests = [_digest(m) for m in said]
+    digests = folded(messages if len(said) == len(messages or ()) else said, "digests", [], partial(_digests, said))
     same = _common(before.digests, digests) if before else 0
     parts = before.messages[:same] if before else []
     parts += [tuple(map(_hashed, parts_of(i, said[i]))) for i in range(same, len(said))]
@@ -151,12 +154,16 @@ def fingerprint(body: Mapping[str, Any], before: Print | None = None) -> Print |
     return Print(known, digests, parts, sizes) if len(known) + sum(map(len, parts)) <= MAX_PARTS else None
 
 
+def _digests(said: list[Mapping[str, Any]], before: list[int], first: int) -> list[int]:
+    return [*before, *[_digest(m) for m in said[first:]]]
+
+
 def _digest(message: Mapping[str, Any]) -> int:
     """The same for messages that read the same. Others may read the same too; their parts then show it."""
     get = message.get
     said, calls = get("content"), get("tool_calls")
     thought = get("reasoning_content") or get("reasoning")
-    if not isinstance(said, str | None) or not isinstance(thought, str | None):
+    if not isinstance(said, TEXT) or not isinstance(thought, TEXT):
         said, thought = repr(said), repr(thought)
     return hash((get("role"), said, thought, repr(calls) if calls else None))
 

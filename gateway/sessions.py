@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 
+from gateway.conversations import folded
 from gateway.turn import Session, Turn
 
 MAX_ID = 128
@@ -77,7 +79,15 @@ def _explicit(headers: Mapping[str, str], body: Mapping[str, Any]) -> tuple[str,
 
 def _beginning(messages: list[dict[str, Any]]) -> str:
     """A hash of the first user message and of what stays the same before it: a clock in the system prompt makes no session."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), 0)
+    return folded(messages, "beginning", "", partial(_begun, messages))
+
+
+def _begun(messages: list[dict[str, Any]], before: str, known: int) -> str:
+    """`before` is what the first `known` messages gave, which is all there is to it once a user has spoken in them."""
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
+    if before and first is not None and first < known:
+        return before
+    first = first or 0
     head = [[m.get("role"), _steady(_text(m.get("content")))] for m in messages[:first]]
     head += [[m.get("role"), _text(m.get("content"))] for m in messages[first : first + 1]]
     return "c-" + hashlib.blake2b(orjson.dumps(head), digest_size=12).hexdigest()

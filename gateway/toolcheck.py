@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import json_repair
@@ -20,6 +21,7 @@ import orjson
 
 from engine.protocol import log_line
 from gateway.config import ToolRule
+from gateway.conversations import folded
 from gateway.edits import edits
 from gateway.errors import Refusal
 from gateway.tools import derived
@@ -33,6 +35,7 @@ KEEP_VALIDATORS = 512
 # streams may be held up by, once a schema; the largest tool seen in an agent has 12 KiB.
 MAX_SCHEMA_BYTES = 40 << 10
 
+NESTING = (dict, list)  # no `dict | list`, which is made anew for every value looked at
 WRITABLE_DEPTH = 250  # orjson writes 254 levels
 
 
@@ -178,7 +181,7 @@ def _depth(value: Any) -> int:
     deepest, todo = 0, [(value, 1)]
     while todo:
         item, depth = todo.pop()
-        if isinstance(item, dict | list):
+        if isinstance(item, NESTING):
             deepest = max(deepest, depth)
             todo += [(v, depth + 1) for v in (item.values() if isinstance(item, dict) else item)]
     return deepest
@@ -234,16 +237,21 @@ def _as(text: str, schema: Any) -> Any:
 
 def history(turn: Turn) -> Turn:
     """A stage: earlier calls in the conversation must be calls. Objects become JSON text, broken JSON is repaired or refused."""
-    decisions: list[Decision] = []
-    for i, message in enumerate(turn.body.get("messages") or ()):
-        calls = message.get("tool_calls")
+    return turn.decide(*folded(turn.body.get("messages") or (), "past calls", (), partial(_past_calls, turn.body)))
+
+
+def _past_calls(body: Mapping[str, Any], before: tuple[Decision, ...], first: int) -> tuple[Decision, ...]:
+    decisions = list(before)
+    messages = body.get("messages") or ()
+    for i in range(first, len(messages)):
+        calls = messages[i].get("tool_calls")
         if calls is None:
             continue
         if not isinstance(calls, list):
             raise Refusal(400, f"messages[{i}].tool_calls must be a list", param=f"messages[{i}].tool_calls")
         for j, call in enumerate(calls):
-            decisions += _past_call(turn.body, ("messages", i, "tool_calls", j), call)
-    return turn.decide(*decisions)
+            decisions += _past_call(body, ("messages", i, "tool_calls", j), call)
+    return tuple(decisions)
 
 
 def _as_object(value: Any) -> dict[str, Any]:

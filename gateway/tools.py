@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
+from gateway.conversations import KnownConversations
+
 if TYPE_CHECKING:
     from gateway.turn import Turn
 
@@ -41,9 +43,10 @@ def derived(tools: list[Any], name: Hashable, make: Callable[[], T]) -> T:
 
 
 class KnownTools:
-    """The lists seen lately by one gateway; the least recently used go first."""
+    """The lists seen lately by one gateway; the least recently used go first. `conversations` are those seen with them."""
 
     def __init__(self, keep: int = KEEP_BYTES) -> None:
+        self.conversations = KnownConversations()
         self._keep = keep
         self._size = 0
         self._lists: OrderedDict[bytes, Tools] = OrderedDict()

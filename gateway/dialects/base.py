@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 import orjson
 
+from gateway.conversations import Cut, Messages
 from gateway.dialects import duplicates
 from gateway.edits import edits
 from gateway.errors import Refusal
@@ -83,25 +84,29 @@ LONG_BODY = 64 << 10  # bytes; one of this length has more brackets than that an
 def loads(raw: bytes, known: KnownTools) -> tuple[dict[str, Any], bytes, tuple[Decision, ...]]:
     """Parse a request body: (object, bytes it stands for, decisions). Raises Refusal.
 
-    Lone surrogate escapes become U+FFFD, with a decision, instead of an error. Tools that are in `known` are not parsed again.
+    Lone surrogate escapes become U+FFFD, with a decision, instead of an error. Tools and messages that are in `known` are not
+    parsed again.
     """
     decisions: tuple[Decision, ...] = ()
     try:
-        body = _parse(raw, known)
+        parsed = _read(raw, known)
     except orjson.JSONDecodeError as e:
         mended = _SURROGATES.sub(lambda m: b"\\ufffd" if len(m[0]) == 6 else m[0], raw)
         try:
-            body = _parse(mended, known) if mended != raw else None
+            parsed = _read(mended, known) if mended != raw else None
         except orjson.JSONDecodeError:
-            body = None
-        if body is None:
+            parsed = None
+        if parsed is None:
             raise Refusal(400, f"The request body is not valid JSON: {e}", "Send one JSON object", code="invalid_json") from None
         raw = mended
         decisions = (Decision("read", "surrogate", "half an emoji (a lone surrogate escape) became U+FFFD"),)
+    body, spans, cut = parsed
     if not isinstance(body, dict):
         raise Refusal(400, "The request body must be a JSON object", code="invalid_json")
     if len(raw) > LONG_BODY or raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
         _check_depth(body)
+    if "messages" in spans:
+        body["messages"] = known.conversations.keep(raw, spans["messages"], body["messages"], cut)
     return body, raw, decisions
 
 
@@ -123,9 +128,11 @@ def _writable(body: Any) -> bool:
 
 
 def _without_texts(value: Any) -> Any:
-    """A list of objects, as messages are, as deep as it was but without the strings in them."""
+    """A list of objects, as messages are, as deep as it was but without the strings in them, and without known messages."""
     if not isinstance(value, list):
         return value
+    if isinstance(value, Messages):
+        value = value[value.known :]
     return [[v for v in item.values() if type(v) is not str] if isinstance(item, dict) else item for item in value]
 
 
@@ -134,17 +141,28 @@ _spans = msgspec.json.Decoder(dict[str, msgspec.Raw])
 LONG_TOOLS = 2048
 
 
-def _parse(raw: bytes, known: KnownTools) -> Any:
-    """The value of a body; a long list of tools in it is found by its bytes. Raises Refusal and orjson.JSONDecodeError."""
+def _read(raw: bytes, known: KnownTools) -> tuple[Any, Mapping[str, msgspec.Raw], Cut | None]:
+    """(a body, the bytes of its parts, the cut body that these are of). Raises Refusal and orjson.JSONDecodeError."""
+    if (cut := known.conversations.cut(raw)) is not None:
+        with contextlib.suppress(orjson.JSONDecodeError):  # raised again below, with its place in the whole body
+            body, spans = _parse(cut.rest, known)
+            if cut.join(body):
+                return body, spans, cut
+    return *_parse(raw, known), None
+
+
+def _parse(raw: bytes, known: KnownTools) -> tuple[Any, Mapping[str, msgspec.Raw]]:
+    """(the value of a body, the bytes of its parts); a long list of tools in it is found by its bytes. Raises as `_read`."""
     try:
         spans = _spans.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return orjson.loads(raw)  # no JSON object; or one to which the other parser has the better objection
+        return orjson.loads(raw), {}  # no JSON object; or one to which the other parser has the better objection
     duplicates.refuse(raw, spans)
     if len(memoryview(spans.get("tools", b""))) >= LONG_TOOLS:
         with contextlib.suppress(orjson.JSONDecodeError):  # raised again below, with its place in the whole body
-            return {k: known.parse(bytes(v)) if k == "tools" else orjson.loads(memoryview(v)) for k, v in spans.items()}
-    return orjson.loads(raw)
+            parsed = {k: known.parse(bytes(v)) if k == "tools" else orjson.loads(memoryview(v)) for k, v in spans.items()}
+            return parsed, spans
+    return orjson.loads(raw), spans
 
 
 def need_model(body: dict[str, Any]) -> str:

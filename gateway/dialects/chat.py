@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
 from engine.protocol import AnchorHint
 from gateway import sse
+from gateway.conversations import folded, marked
 from gateway.dialects.base import ask_usage, loads, need_bool, need_model
 from gateway.errors import Refusal
 from gateway.sse import Chunk
@@ -93,7 +95,11 @@ def check_messages(messages: Any) -> None:
     """The shape every later stage relies on: a non-empty list of objects with a known role. Raises Refusal."""
     if not isinstance(messages, list) or not messages:
         raise Refusal(400, "`messages` must be a non-empty list", param="messages")
-    for i, message in enumerate(messages):
+    folded(messages, "checked", None, partial(_check_roles, messages))
+
+
+def _check_roles(messages: list[Any], good: None, first: int) -> None:
+    for i, message in enumerate(messages[first:], first):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or role not in ROLES:
             shown = f"unknown role {role[:40]!r}" if isinstance(role, str) else "no role"
@@ -108,9 +114,5 @@ def breakpoints(body: dict[str, Any]) -> tuple[AnchorHint, ...]:
     tools = body.get("tools")
     if isinstance(tools, list) and any(isinstance(t, dict) and "cache_control" in t for t in tools):
         found.append(-1)
-    for i, message in enumerate(body["messages"]):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else ()
-        if "cache_control" in message or any(isinstance(p, dict) and "cache_control" in p for p in parts):
-            found.append(i)
+    found += marked(body["messages"])
     return tuple(AnchorHint(message=i, edge="end", kind="client_breakpoint", weight=0.9) for i in found)

@@ -6,10 +6,12 @@ For such a deployment the marks a client set are put back where it set them; for
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from engine.protocol import AnchorHint
 from gateway.config import Deployment
+from gateway.conversations import folded
 from gateway.edits import ABSENT, Edit
 from gateway.turn import Decision
 
@@ -35,9 +37,11 @@ def mark(body: Mapping[str, Any], breakpoints: Iterable[AnchorHint]) -> tuple[De
 
 def unsigned(body: Mapping[str, Any]) -> tuple[Decision, ...]:
     """Signed blocks of another provider left out: a plain server reads the thought itself, in `reasoning_content`."""
-    changes = [
-        Edit(("messages", i, "thinking_blocks"), m["thinking_blocks"], ABSENT)
-        for i, m in enumerate(body["messages"])
-        if "thinking_blocks" in m
-    ]
+    messages = body["messages"]
+    found = folded(messages, "thinking_blocks", (), partial(_with_blocks, messages))
+    changes = [Edit(("messages", i, "thinking_blocks"), messages[i]["thinking_blocks"], ABSENT) for i in found]
     return (Decision("route", "thinking_blocks", "only their own provider can check them", tuple(changes)),) if changes else ()
+
+
+def _with_blocks(messages: list[dict[str, Any]], found: tuple[int, ...], first: int) -> tuple[int, ...]:
+    return (*found, *[i for i in range(first, len(messages)) if "thinking_blocks" in messages[i]])

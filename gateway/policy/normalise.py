@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
 from gateway.config import NormaliseRule
+from gateway.conversations import folded, marked
 from gateway.edits import ABSENT, Edit, apply
 from gateway.policy.volatile import KINDS, cut, may_hold, put, stable
 from gateway.store import Store
@@ -21,7 +22,9 @@ from gateway.tools import Tools, derived
 from gateway.turn import Decision, Thinking, Turn
 
 SYSTEM = ("system", "developer")
+EVERY_KIND, EVERYWHERE = tuple(KINDS), tuple(name for name, kind in KINDS.items() if kind.everywhere)
 GAP = "\n\n"
+KEEP_RULES = 256  # as many as a configuration may have
 # A pin holds while its session lives; agents that come back after a night are at their first request again.
 PIN_TTL_S = 12 * 3600.0
 
@@ -37,21 +40,33 @@ ORDER = {name: place for place, name in enumerate(KEYS)}
 def decide(body: Mapping[str, Any], rule: NormaliseRule) -> tuple[Decision, ...]:
     """What needs no memory: cache marks, tools, and volatile text that is dropped or moved."""
     out = []
-    for step in _steps(rule):
+    steps, actions = _steps(rule)
+    for step in steps:
         if (done := step(body)) is not None:
+            out.append(done)
+            body = apply(body, done.edits)
+    looked: Any = None
+    for kind, action in actions:
+        if body["messages"] is not looked:
+            looked = body["messages"]
+            holding = folded(looked, "may hold", {}, partial(_holding, looked))
+        if kind in holding and (done := _volatile(body, kind, action, holding[kind])) is not None:
             out.append(done)
             body = apply(body, done.edits)
     return tuple(out)
 
 
-def _steps(rule: NormaliseRule) -> Iterator[Callable[[Mapping[str, Any]], Decision | None]]:
+@lru_cache(KEEP_RULES)
+def _steps(
+    rule: NormaliseRule,
+) -> tuple[list[Callable[[Mapping[str, Any]], Decision | None]], list[tuple[str, str]]]:
+    """(what is done with marks and tools, what with which kind of volatile text)"""
+    steps: list[Callable[[Mapping[str, Any]], Decision | None]] = []
     if rule.cache_marks:
-        yield _cache_marks
+        steps.append(_cache_marks)
     if rule.tool_order or rule.tool_schemas:
-        yield partial(_tools, rule=rule)
-    for kind in KINDS:
-        if (action := getattr(rule, kind)) in ("drop", "move"):
-            yield partial(_volatile, kind=kind, action=action)
+        steps.append(partial(_tools, rule=rule))
+    return steps, [(kind, action) for kind in KINDS if (action := getattr(rule, kind)) in ("drop", "move")]
 
 
 class Normaliser:
@@ -111,15 +126,12 @@ class Normaliser:
 # --- volatile text
 
 
-def _volatile(body: Mapping[str, Any], kind: str, action: str) -> Decision | None:
-    roles = (*SYSTEM, "user") if KINDS[kind].everywhere else SYSTEM
+def _volatile(body: Mapping[str, Any], kind: str, action: str, places: list[int]) -> Decision | None:
     changes: list[Edit] = []
     moved: list[str] = []
-    for i, message in _spoken(body, roles):
-        texts = _texts(message)
-        if not any(map(partial(may_hold, kind=kind), texts)):
-            continue
-        pairs = [cut(text, kind) for text in texts]
+    for i in places:
+        message = body["messages"][i]
+        pairs = [cut(text, kind) for text in _texts(message)]
         if any(found for _, found in pairs) and any(rest for rest, _ in pairs):  # nothing becomes an empty message
             changes += _rewritten(i, message, [rest for rest, _ in pairs])
             moved += [piece.strip("\n") for _, found in pairs for piece in found]
@@ -129,6 +141,18 @@ def _volatile(body: Mapping[str, Any], kind: str, action: str) -> Decision | Non
         return Decision("normalise", f"{kind}.drop", "taken out of the prompt", tuple(changes))
     end = _at_the_end(apply(body, changes), GAP.join(moved))
     return Decision("normalise", f"{kind}.move", "moved to the end of the prompt", (*changes, end)) if end else None
+
+
+def _holding(messages: list[dict[str, Any]], found: dict[str, list[int]], first: int) -> dict[str, list[int]]:
+    """Where something of each kind may stand; kinds that stand nowhere are left out."""
+    found = {kind: places[:] for kind, places in found.items()}
+    for i in range(first, len(messages)):
+        kinds = EVERY_KIND if (role := messages[i]["role"]) in SYSTEM else EVERYWHERE if role == "user" else ()
+        texts = _texts(messages[i]) if kinds else ()
+        for kind in kinds:
+            if any([may_hold(text, kind) for text in texts]):
+                found.setdefault(kind, []).append(i)
+    return found
 
 
 def _at_the_end(body: Mapping[str, Any], text: str) -> Edit | None:
@@ -177,7 +201,8 @@ def _rewritten(at: int, message: dict[str, Any], texts: list[str]) -> list[Edit]
 def _cache_marks(body: Mapping[str, Any]) -> Decision | None:
     """Marks move from message to message while the text stays; their places are known as breakpoints by now."""
     changes = []
-    for i, message in enumerate(body["messages"]):
+    for i in marked(body["messages"]):
+        message = body["messages"][i]
         if "cache_control" in message:
             changes.append(Edit(("messages", i, "cache_control"), message["cache_control"], ABSENT))
         content = message.get("content")

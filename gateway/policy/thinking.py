@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from gateway.config import Deployment, ThinkingRule
+from gateway.conversations import places
 from gateway.edits import ABSENT, Edit, Path, apply, edits, look
 from gateway.errors import Refusal
 from gateway.turn import Decision, Thinking, Turn
@@ -116,10 +117,13 @@ def _text_switch(body: Mapping[str, Any]) -> tuple[Path, str] | None:
     messages = body.get("messages")
     messages = messages if isinstance(messages, list) else []
     newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") == "user"), None)
-    systems = [i for i, m in enumerate(messages) if m.get("role") == "system"]
+    systems = places(messages, "system")
     for i in systems if newest is None else [newest, *systems]:
         for path in _texts(messages[i], i):
-            text = look(body, path).strip()
+            text = look(body, path)
+            if "think" not in text:
+                continue
+            text = text.strip()
             for switch in TEXT_SWITCHES:
                 if _starts(text, switch) or _ends(text, switch):
                     return path, switch

@@ -57,7 +57,7 @@ KINDS: dict[str, Kind] = {
 
 def may_hold(text: str, kind: str) -> bool:
     """Quickly: can there be something of this kind in the text?"""
-    return any(hint in text for hint in KINDS[kind].hints)
+    return any([hint in text for hint in KINDS[kind].hints])
 
 
 def cut(text: str, kind: str) -> tuple[str, tuple[str, ...]]:
