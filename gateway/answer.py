@@ -51,6 +51,18 @@ class Channel:
             self.parts.append(text)
         self.chars += len(text)
 
+    def extend(self, texts: list[str], at: float) -> None:
+        """`add` for each of `texts`."""
+        chars = self.chars + sum(map(len, texts))
+        if not self.chunks or chars >= MAX_CHANNEL_CHARS:
+            for text in texts:
+                self.add(text, at)
+            return
+        self.last = at
+        self.chunks += len(texts)
+        self.parts += texts
+        self.chars = chars
+
     @property
     def text(self) -> str:
         return "".join(self.parts)
@@ -136,18 +148,30 @@ class Answer:
             self.observe(parse(block), at)
             return None
         self.done = self.done or bare[1]
+        texts: list[str] = []  # of choice 0, not yet in its channel
         for event in events:
             if event.usage is not None:
                 self.usage = event.usage
-            self.upstream_id = self.upstream_id or event.id or ""
+            if not self.upstream_id:
+                self.upstream_id = event.id or ""
             for choice in event.choices:
                 delta = choice.delta or choice
                 if delta.content:
-                    self._channel(choice.index, "content").add(delta.content, at)
+                    if choice.index == 0:
+                        if not texts:
+                            self._channel(0, "content")  # channels stand in the order in which they began
+                        texts.append(delta.content)
+                    else:
+                        self._channel(choice.index, "content").add(delta.content, at)
                 if delta.reasoning_content or delta.reasoning or delta.refusal or delta.text or delta.tool_calls:
+                    if texts:
+                        self._channel(0, "content").extend(texts, at)
+                        texts = []
                     self._glanced(choice.index, delta, at)
                 if choice.finish_reason is not None:
                     self.finish[choice.index] = choice.finish_reason
+        if texts:
+            self._channel(0, "content").extend(texts, at)
         return events
 
     def _glanced(self, index: int, delta: glance.Delta, at: float) -> None:

@@ -8,7 +8,7 @@ only be an event inside the stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from gateway.answer import Answer
@@ -20,7 +20,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # Proxies and clients limit the size of one header line; 8 KiB is the common bound, the record has all decisions.
 MAX_DECISIONS_HEADER = 2048
-
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 # A request younger than this is not watched: most short ones are over by then, and a task for each would cost them 9 us.
 WATCH_AFTER_S = 0.1
@@ -59,7 +63,7 @@ class Client:
         self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
         self.task = asyncio.current_task()  # what answers this client
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._decisions: Sequence[Decision] = ()
         self._last = 0.0
         self._held = b""
         self.status = 0  # 0 = nothing was sent yet
@@ -77,17 +81,12 @@ class Client:
     def started(self) -> bool:
         return self.status != 0 or bool(self._held)
 
-    def stream_headers(self, decisions: Iterable[Decision]) -> None:
-        """What a stream starts with, once it starts."""
-        fixed = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-        ]
-        self._headers = fixed + self._ours(decisions)
+    def stream_headers(self, decisions: Sequence[Decision]) -> None:
+        """A stream starts with these decisions in its headers, once it starts."""
+        self._decisions = decisions
 
     def _ours(self, decisions: Iterable[Decision]) -> list[tuple[bytes, bytes]]:
-        names = ",".join(dict.fromkeys(f"{d.stage}.{d.rule}" for d in decisions))
+        names = ",".join(dict.fromkeys([f"{d.stage}.{d.rule}" for d in decisions]))
         safe = names.encode("ascii", "replace")[:MAX_DECISIONS_HEADER].replace(b"\r", b"?").replace(b"\n", b"?")
         return [(b"x-moorage-request-id", self._id.encode()), (b"x-moorage-decisions", safe)]
 
@@ -111,7 +110,8 @@ class Client:
     async def _begin(self) -> None:
         if not self.status:
             self.status = 200
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            headers = [*STREAM_HEADERS, *self._ours(self._decisions)]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def end(self, data: bytes = b"") -> None:
         """The last bytes of a stream. Without any, a stream that never began stays unbegun."""
@@ -145,26 +145,25 @@ class Client:
         loop = asyncio.get_running_loop()
         self._last = loop.time()
         self.stream_headers(turn.decisions)
+        self._timer = loop.call_later(interval or patience, self._tick, loop, answer, writer, interval, patience)
 
-        async def beat() -> None:
-            if self._lock.locked():
-                return  # something is being sent: the line is not silent
-            async with self._lock:
-                # Made only now, so that a writer that counts its events sees this one in its place.
-                answer.keepalives += 1
-                await self._write(writer.keepalive())
+    def _tick(self, loop: asyncio.AbstractEventLoop, answer: Answer, writer: Writer, interval: float, patience: float) -> None:
+        if self._lock.locked() and loop.time() - self._last > patience:
+            self.leave()
+            return
+        pause = interval or patience
+        wait = self._last + pause - loop.time()
+        if wait <= 0 and interval and (self._beat is None or self._beat.done()):
+            self._beat = loop.create_task(self._keepalive(answer, writer))
+        self._timer = loop.call_later(wait if wait > 0 else pause, self._tick, loop, answer, writer, interval, patience)
 
-        def tick() -> None:
-            if self._lock.locked() and loop.time() - self._last > patience:
-                self.leave()
-                return
-            wait = self._last + interval - loop.time()
-            if wait <= 0 and not silent and (self._beat is None or self._beat.done()):
-                self._beat = loop.create_task(beat())
-            self._timer = loop.call_later(wait if wait > 0 else interval, tick)
-
-        interval, silent = (interval, False) if interval else (patience, True)
-        self._timer = loop.call_later(interval, tick)
+    async def _keepalive(self, answer: Answer, writer: Writer) -> None:
+        if self._lock.locked():
+            return  # something is being sent: the line is not silent
+        async with self._lock:
+            # Made only now, so that a writer that counts its events sees this one in its place.
+            answer.keepalives += 1
+            await self._write(writer.keepalive())
 
     def stop(self) -> None:
         """No more keep-alives."""

@@ -13,8 +13,10 @@ from msgspec.json import Decoder
 
 DONE = b"data: [DONE]\n\n"
 
+# `gc=False`: nothing in an event leads back to it, and a stream has hundreds for the collector to look through.
 
-class Delta(Struct, forbid_unknown_fields=True):
+
+class Delta(Struct, forbid_unknown_fields=True, gc=False):
     """All fields that engines put into a delta; whoever finds one of these knows that there is nothing else in it."""
 
     role: str | None = None
@@ -26,7 +28,7 @@ class Delta(Struct, forbid_unknown_fields=True):
     tool_calls: list[Any] | None = None
 
 
-class Choice(Delta, forbid_unknown_fields=False):
+class Choice(Delta, forbid_unknown_fields=False, gc=False):
     """/v1/completions has its text here, without a delta. Beside what is read there are logprobs and the like."""
 
     index: int = 0
@@ -34,7 +36,7 @@ class Choice(Delta, forbid_unknown_fields=False):
     finish_reason: str | None = None
 
 
-class Event(Struct):
+class Event(Struct, gc=False):
     id: str | None = None
     choices: list[Choice] = []
     usage: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from gateway.upstream.base import Health
 
 log = logging.getLogger("moorage")
 
+KEEP_NAMES = 1024  # of models asked for; they are the clients' to choose
 MAX_BACKOFF_S = 8.0
 MAX_WAIT_S = 600.0  # an upstream that asks for more is asked again anyway
 
@@ -76,6 +78,7 @@ class Balanced:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._rules, self._probe, self._clock = config, config.routing, probe, clock
+        self._serving = lru_cache(KEEP_NAMES)(config.serving)
         self._states = {d.name: State() for d in config.deployments}
         self._affinity = Affinity()
         self._prober: asyncio.Task | None = None
@@ -84,7 +87,7 @@ class Balanced:
 
     async def attempts(self, turn: Turn, made: Sequence[Attempt] = ()) -> AsyncIterator[Deployment]:
         names = (turn.model, *self._rules.fallbacks.get(turn.model, ()))
-        groups = [(name, group) for name in names if (group := self._config.serving(name))]
+        groups = [(name, group) for name in names if (group := self._serving(name))]
         if not groups:
             raise unknown_model(self._config, turn.model)
         offered, hopeless = False, set()  # hopeless: names of those that will not take this request at all
@@ -122,7 +125,7 @@ class Balanced:
         error = attempt.error
         if error is None:
             state.failures = 0
-            if len(self._config.serving(turn.model)) > 1:
+            if len(self._serving(turn.model)) > 1:
                 self._affinity.remember(turn, name)
         elif isinstance(error, UpstreamError) and _its_fault(error):
             self._failed(attempt.deployment, state, error)

@@ -19,6 +19,11 @@ Spans = Mapping[str, msgspec.Raw]
 
 ALSO_IN = ROOTS | {"stream_options", "tool_choice", "metadata", "moorage"}
 
+# Up to here looking for each key is faster than walking.
+SHORT = 4096
+
+# A key that is found as it is cannot stand elsewhere in another spelling without one of these.
+_RESPELLED = re.compile(rb"\\[u/]")
 _KEY = re.compile(rb'\s*"(?:[^"\\]|\\.)*"\s*:\s*', re.S)
 _COMMA = re.compile(rb"\s*,")
 _spans = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -51,6 +56,8 @@ def _twice(raw: bytes, spans: Spans) -> bool:
 
     Of a key that stands twice the decoder keeps the last value, so either a value is not the one expected, or values are left.
     """
+    if len(raw) <= SHORT and not _RESPELLED.search(raw) and all([raw.count(b'"%s"' % key.encode()) == 1 for key in spans]):
+        return False  # nowhere else in the text, in these or in other characters
     if len(raw) == 1 + sum(len(key) + 4 + len(memoryview(value)) for key, value in spans.items()):
         return False  # no room for more, not even for white space; keys are as long as this at least
     at = raw.index(b"{") + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from gateway.errors import Refusal
 from gateway.turn import Decision, Turn
 
 _WILD = re.compile(r"[*?\[]")
+KEEP_MATCHES = 4096  # pairs of a body's key and a rule's name; requests bring the same ones
 OUTPUT_TOKENS = "output_tokens"
 OUTPUT_SPELLINGS = ("max_completion_tokens", "max_tokens")
 
@@ -69,16 +71,26 @@ def _paths(body: Mapping[str, Any], name: str) -> Iterator[Path]:
     if name == OUTPUT_TOKENS:
         used = [(n,) for n in OUTPUT_SPELLINGS if body.get(n) is not None]
         yield from used or [(OUTPUT_SPELLINGS[0],)]
-    elif not _WILD.search(name):
+    elif not _is_wild(name):
         yield tuple(name.split("."))
     else:
         for key, value in body.items():
             if key in CONTENT:
                 continue
-            if fnmatchcase(key, name):
+            if _matches(key, name):
                 yield (key,)
             elif isinstance(value, dict):
-                yield from ((key, inner) for inner in value if fnmatchcase(f"{key}.{inner}", name))
+                yield from ((key, inner) for inner in value if _matches(f"{key}.{inner}", name))
+
+
+@lru_cache(KEEP_MATCHES)
+def _matches(key: str, name: str) -> bool:
+    return fnmatchcase(key, name)
+
+
+@lru_cache(KEEP_MATCHES)
+def _is_wild(name: str) -> bool:
+    return _WILD.search(name) is not None
 
 
 def _one(body: Mapping[str, Any], path: Path, name: str, rule: ClampRule) -> Iterator[Decision]:

@@ -88,3 +88,16 @@ def test_found_exactly_when_there_is_one(pairs: list[tuple[str, Any]], data: st.
         assert len(set(names)) < len(names) and "twice" in refusal.message
     else:
         assert len(set(names)) == len(names) and body == dict(pairs)
+
+
+@pytest.mark.parametrize(
+    "first, second", [("a/b", r"a\/b"), ("seed", r"\u0073eed"), ("seed", "seed"), ("größe", r"gr\u00f6\u00dfe")]
+)
+@pytest.mark.parametrize("length", [0, 9000])
+def test_a_key_that_stands_twice_in_two_spellings_is_found_in_short_and_in_long_bodies(first, second, length) -> None:
+    def body(key: str) -> bytes:
+        return f'{{"model":"seed","{first}":1,"x":"{"y" * length}","{key}":2}}'.encode()
+
+    loads(body(second + "_"), KnownTools())
+    with pytest.raises(Refusal, match="stands twice"):
+        loads(body(second), KnownTools())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import glance
-from gateway.answer import Answer
+from gateway.answer import Answer, Channel
 from gateway.sse import Splitter, event, parse
 
 EVENTS = st.lists(
@@ -86,9 +86,27 @@ CHUNKS = st.fixed_dictionaries(
 def test_a_glance_sees_what_a_full_parse_sees(events, done) -> None:
     block = b"".join(events) + (b"data: [DONE]\n\n" if done else b"")
     seen, parsed = Answer(0.0), Answer(0.0)
-    seen.glance(block, 1.0)
-    parsed.observe(parse(block), 1.0)
-    assert seen == parsed
+    for at in (1.0, 2.0):
+        seen.glance(block, at)
+        parsed.observe(parse(block), at)
+        assert seen == parsed
+
+
+def test_channels_stand_in_the_order_in_which_they_began() -> None:
+    choices = [{"index": i, "delta": {"content": str(i)}, "finish_reason": None} for i in (0, 1)]
+    seen = Answer(0.0)
+    seen.glance(event({"id": "x", "choices": choices}) + event({"id": "x", "choices": choices}), 1.0)
+    assert [(at, c.text) for at, c in seen.channels.items()] == [((0, "content"), "00"), ((1, "content"), "11")]
+
+
+def test_of_a_channel_beyond_its_bound_nothing_more_is_kept(monkeypatch) -> None:
+    monkeypatch.setattr("gateway.answer.MAX_CHANNEL_CHARS", 5)
+    one, many, texts = Channel(), Channel(), ["ab", "cd", "ef", "gh"]
+    for text in texts * 2:
+        one.add(text, 1.0)
+    for _ in range(2):
+        many.extend(texts, 1.0)
+    assert one == many and one.text == "abcdef" and one.chars == 16
 
 
 def test_a_glance_knows_events_and_deltas_as_a_full_parse_does() -> None:
