@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.protocol import AnchorHint, Hints
+from gateway.conversations import places
 from gateway.turn import Turn
 
 # The engine checks each hint by rendering the conversation up to it; far more than it can keep states for is waste.
@@ -38,9 +39,8 @@ def derive(body: Mapping[str, Any], breakpoints: Iterable[AnchorHint] = ()) -> t
     head = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     if head:
         fixed.append(AnchorHint(message=head - 1, edge="end", kind="system", weight=SYSTEM))
-    last_user = next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "user"), None)
-    if last_user is not None:
-        fixed.append(AnchorHint(message=last_user, edge="start", kind="user", weight=LAST_USER))
+    if users := places(messages, "user"):
+        fixed.append(AnchorHint(message=users[-1], edge="start", kind="user", weight=LAST_USER))
     fixed = list(dict.fromkeys(fixed))[:MAX_ANCHORS]
     found = fixed + _moving(messages, MAX_ANCHORS - len(fixed))
     return tuple(sorted(found, key=lambda a: (a.message, a.edge == "end")))

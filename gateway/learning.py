@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from engine.protocol import AnchorHint
 from gateway.conversations import folded
 from gateway.diagnostics.compare import Part, common, kind_of, parts_of, tool_parts
 from gateway.tools import derived
@@ -26,6 +27,7 @@ KEEP_AGENTS = 256
 KEEP_BYTES = 64 << 20
 PART_BYTES = 160  # of one part without its text, measured
 MAX_PARTS = 4000  # longer conversations are not learned from; nothing of that size was seen in 48,658 real requests
+MORE = frozenset({"reasoning_content", "reasoning", "tool_calls"})  # where a message has parts beside its text
 TEXT = (str, type(None))
 SHORT = 2000  # tool calls up to this length stay text, so that a re-serialised one is recognised
 
@@ -101,7 +103,7 @@ class Learning:
         weights = {(a.kind, a.edge, a.weight): 0.0 for a in turn.hints.anchors}  # many anchors, few kinds
         for kind, edge, prior in weights:
             weights[kind, edge, prior] = agent.weight(kind, edge, prior)
-        anchors = tuple(msgspec.structs.replace(a, weight=weights[a.kind, a.edge, a.weight]) for a in turn.hints.anchors)
+        anchors = tuple([_weighing(a, weights[a.kind, a.edge, a.weight]) for a in turn.hints.anchors])
         expect = tuple(sorted(k for k in SAVED_BY if k != "append" and agent.share(k) >= EXPECT_SHARE))
         return turn.but(hints=msgspec.structs.replace(turn.hints, anchors=anchors, expect=expect))
 
@@ -119,6 +121,10 @@ class Learning:
         self._size += now.size - (before.size if before else 0)
         while len(self._sessions) > self._limits[0] or (self._size > self._limits[2] and len(self._sessions) > 1):
             self._size -= self._sessions.popitem(last=False)[1].size
+
+
+def _weighing(a: AnchorHint, weight: float) -> AnchorHint:
+    return AnchorHint(message=a.message, edge=a.edge, kind=a.kind, weight=weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +154,9 @@ def fingerprint(body: Mapping[str, Any], before: Print | None = None) -> Print |
     digests = folded(messages if len(said) == len(messages or ()) else said, "digests", [], partial(_digests, said))
     same = _common(before.digests, digests) if before else 0
     parts = before.messages[:same] if before else []
-    parts += [tuple(map(_hashed, parts_of(i, said[i]))) for i in range(same, len(said))]
+    parts += [_parts(i, said[i]) for i in range(same, len(said))]
     sizes = before.sizes[:same] if before else []
-    sizes += [sum(PART_BYTES + len(part.text) for part in message) for message in parts[same:]]
+    sizes += [PART_BYTES * len(message) + sum([len(part.text) for part in message]) for message in parts[same:]]
     return Print(known, digests, parts, sizes) if len(known) + sum(map(len, parts)) <= MAX_PARTS else None
 
 
@@ -172,6 +178,14 @@ def _common(old: list[int], new: list[int]) -> int:
     if new[: len(old)] == old:
         return len(old)
     return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(new))
+
+
+def _parts(i: int, message: Mapping[str, Any]) -> tuple[Part, ...]:
+    """The parts of a message, their text hashed. Most messages have nothing but a role and a text."""
+    role, text = message.get("role"), message.get("content")
+    if type(text) is str and text and type(role) is str and role and message.keys().isdisjoint(MORE):
+        return Part("", i, role, "head", f'"{hash(role):x}"'), Part("", i, role, "content", f'"{hash(text):x}"')
+    return tuple(map(_hashed, parts_of(i, message)))
 
 
 def _hashed(part: Part) -> Part:

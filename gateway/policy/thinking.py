@@ -48,7 +48,9 @@ def stage(turn: Turn) -> Turn:
     if "messages" not in turn.body:
         return turn
     thinking, decisions = resolve(read(turn.body), turn.policy.thinking)
-    return turn.but(thinking=thinking).decide(*decisions)
+    if thinking != turn.thinking:
+        turn = turn.but(thinking=thinking)
+    return turn.decide(*decisions)
 
 
 def read(body: Mapping[str, Any]) -> Thinking:
@@ -116,9 +118,7 @@ def _text_switch(body: Mapping[str, Any]) -> tuple[Path, str] | None:
     """The soft switch that counts, (path of its text, switch): in the newest user message, else in a system message."""
     messages = body.get("messages")
     messages = messages if isinstance(messages, list) else []
-    newest = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") == "user"), None)
-    systems = places(messages, "system")
-    for i in systems if newest is None else [newest, *systems]:
+    for i in (*places(messages, "user")[-1:], *places(messages, "system")):
         for path in _texts(messages[i], i):
             text = look(body, path)
             if "think" not in text:

@@ -9,9 +9,9 @@ import pytest
 
 from engine.protocol import Hints
 from gateway.anchors import derive
-from gateway.diagnostics.compare import compare
+from gateway.diagnostics.compare import compare, parts_of
 from gateway.dialects.chat import Chat
-from gateway.learning import Agent, Learning, classify, fingerprint
+from gateway.learning import Agent, Learning, _hashed, _parts, classify, fingerprint
 from gateway.turn import Received, Session, Turn
 from tests.gateway.diagnostics.test_compare import BASE, CASES
 
@@ -27,6 +27,25 @@ def test_fingerprints_classify_as_the_texts_do(kind: str) -> None:
     assert classify(before, fingerprint(after)) == COARSER.get(kind, kind)
     # what is taken over from the request before is what would have been made anew
     assert fingerprint(after, before) == fingerprint(after)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "hi"},
+        {"role": "tool", "tool_call_id": "c", "content": "größe", "name": "x"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "a", "reasoning": "", "tool_calls": []},
+        {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "user", "content": None},
+        {"role": "user"},
+        {"role": "", "content": "x"},
+        {"content": 3},
+    ],
+)
+def test_the_parts_of_a_message_are_those_of_a_comparison_without_their_text(message: dict) -> None:
+    assert _parts(3, message) == tuple(map(_hashed, parts_of(3, message)))
 
 
 def turn(body: dict, session: str = "s", agent: str = "opencode", turn_class: str = "user") -> Turn:
