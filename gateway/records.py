@@ -39,6 +39,7 @@ RECORDED_HEADERS = ("user-agent", "content-type", "x-request-id", "anthropic-ver
 BASE_BYTES = 4096
 BATCH_S = 0.05  # what `kill -9` may lose: short enough to miss nothing of interest, long enough to cost nothing
 BATCH_BYTES = 1 << 20  # of one write; bounds the memory of encoded lines
+ESCAPES = ((b"\\", b"\\\\"), (b'"', b'\\"'), (b"\n", b"\\n"), (b"\r", b"\\r"), (b"\t", b"\\t"))
 PIECE_BYTES = 64 << 10  # takes a tenth of a millisecond, for which nobody else has the interpreter
 BUSY_S = 0.001  # of work at a stretch; then the event loop has as long a time for itself
 
@@ -141,12 +142,30 @@ def encode(data: dict[str, Any]) -> bytes:
 def _texts(bodies: list[bytes]) -> list[tuple[bytes, str]]:
     """`_text` of each body. What was sent mostly begins as what was received; that beginning is made once."""
     cut = len(bodies[0].rstrip()) - 1 if len(bodies) == 2 else 0
-    if cut > 0 and bodies[1].startswith(bodies[0][:cut]):
-        begin, encoding = _text(bodies[0][:cut])
-        ends = [_text(body[cut:]) for body in bodies]
-        if {encoding, *(e for _, e in ends)} == {"utf-8"}:
-            return [(begin[:-1] + end[1:], "utf-8") for end, _ in ends]
+    if cut > 0 and bodies[1].startswith(bodies[0][:cut]) and all(map(_is_text, bodies)):
+        begin = _escaped(bodies[0][:cut])
+        return [(b'"%s%s"' % (begin, _escaped(body[cut:])), "utf-8") for body in bodies]
     return [_text(body) for body in bodies]
+
+
+def _is_text(body: bytes) -> bool:
+    if body.isascii():
+        return True
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _escaped(json: bytes) -> bytes:
+    """A piece of a JSON text as it stands inside a JSON string. JSON has no control characters but white space; knowing that,
+    this takes a fifth of the time of `_text`.
+    """
+    for char, escape in ESCAPES:
+        if char in json:
+            json = json.replace(char, escape)
+    return json
 
 
 def _text(body: bytes) -> tuple[bytes, str]:
