@@ -137,12 +137,12 @@ class Answer:
                 delta = choice.get("delta")
                 self._choice(choice, delta if isinstance(delta, dict) else choice, at)
 
-    def glance(self, block: bytes, at: float) -> list[glance.Event] | None:
-        """`observe` for a block that nobody parsed, without parsing more of it than is kept.
+    def glance(self, block: bytes, at: float, bare: tuple[bytes, bool] | None = None) -> list[glance.Event] | None:
+        """`observe` for a block that nobody parsed, without parsing more of it than is kept. `bare`: it `without_done`, if known.
 
         What was seen of each event but [DONE], None when it took a full parse.
         """
-        bare = glance.without_done(block)
+        bare = bare or glance.without_done(block)
         events = glance.events(bare[0]) if bare else None
         if events is None:
             self.observe(parse(block), at)

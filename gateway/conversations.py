@@ -87,12 +87,16 @@ class Known:
 
     text: bytes
     messages: Messages
-    ends: list[int] = field(default_factory=list)  # of each message in `text`; made when first asked for
+    half: bytes = b""  # of `text`; made when first asked for, as
+    ends: list[int] = field(default_factory=list)  # of each message in `text`
 
     def shared(self, raw: bytes, start: int) -> int:
-        """How many messages `raw` has in common, from `start` on; counted only when it is about half of the conversation."""
+        """How many messages `raw` has in common, from `start` on; 0 when it has not half of the conversation in common."""
         middle = len(self.text) // 2
         if raw[start + middle : start + middle + SAMPLE] != self.text[middle : middle + SAMPLE]:
+            return 0
+        self.half = self.half or self.text[:middle]
+        if not raw.startswith(self.half, start):
             return 0
         if not self.ends:
             self.ends = _ends(self.text)

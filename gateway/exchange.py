@@ -156,7 +156,7 @@ class Exchange:
                 self._client.hold(bare[0])
             elif bare[0]:
                 await self._client.write(bare[0])
-            self._answer.glance(raw, at)
+            self._answer.glance(raw, at, bare)
             return
         chunks: Sequence[Chunk] = parse(raw)
         if self._writer.passthrough:

@@ -118,6 +118,8 @@ class Splitter:
 
     def feed(self, data: bytes) -> bytes:
         """As many whole events as there are now, b"" if none. Raises ValueError on an event beyond MAX_EVENT_BYTES."""
+        if not self._size and data.endswith(b"\n\n"):  # whole events, as most servers write them
+            return data
         seen = self._edge + data if self._edge else data
         end = max((at + len(border) for border in (b"\n\n", b"\r\n\r\n") if (at := seen.rfind(border)) >= 0), default=0)
         if not end:

@@ -34,7 +34,8 @@ class Chat:
         body, raw, notes = loads(turn.received.body, self._known)
         check_messages(body.get("messages"))
         turn = turn.start(raw, body, need_model(body), need_bool(body, "stream"), *notes)
-        return ask_usage(turn.but(breakpoints=breakpoints(body)))
+        marks = breakpoints(body)
+        return ask_usage(turn.but(breakpoints=marks) if marks else turn)
 
     def writer(self, turn: Turn) -> ChatWriter:
         return ChatWriter()
