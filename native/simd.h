@@ -156,6 +156,10 @@ inline float f16_float(uint16_t h) {
 
 inline F load_bf16(const uint16_t* p) {
     F f;
+#if defined(__AVX512F__)
+    f.r[0] = (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+    return f;
+#endif
     MOORAGE_EACH {
         VU16 h;
         memcpy(&h, p + i_ * RLANES, sizeof h);

@@ -6,21 +6,34 @@
 #pragma once
 #include "groups.h"
 #include "kernels.h"
+#include "panel.h"
+#if defined(__AVX512VNNI__)
+#include "gemm_integers.h"
+#endif
 
 namespace MOORAGE_ISA {
 
-constexpr int BLOCK = 32;    // rows of a panel block, and weight rows of one gemm call
 constexpr int64_t PIECE = 512; // columns of weights that are unpacked at a time
 constexpr int HELD = 8;      // rows of them: 16 KB of float32, half of a small L1
 constexpr int FEW = NREG == 1 ? 16 : 2; // rows of x that are multiplied, four at most, while weights are in registers
 
 inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
 
-// A panel holds activation rows, each padded with zeros to whole groups.
-inline size_t panel_bytes(int64_t rows, int64_t cols) { return (size_t)rows * padded(cols) * sizeof(float); }
+// A panel holds activation rows, each padded with zeros to whole groups; or steps of whole numbers (kernels/gemm_integers.h).
+inline size_t panel_bytes(int64_t rows, int64_t cols) {
+    size_t row = padded(cols) * sizeof(float);
+#if defined(__AVX512VNNI__)
+    const size_t steps = steps_of(cols) * sizeof(XStep);
+    row = row > steps ? row : steps;
+#endif
+    return rows * row;
+}
 
 // Packs block number `b` (rows 32b..32b+31) of a panel of `rows` rows; row i is x[index[i]], or x[i] without an index.
-inline void pack(void* panel, Format, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
+inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
+#if defined(__AVX512VNNI__)
+    if (with_integers(format, [&]<class C>() { pack_integers<C>((XStep*)panel, rows, cols, b, x, index); })) return;
+#endif
     const int64_t ld = padded(cols);
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
         float* to = (float*)panel + i * ld;
@@ -36,11 +49,17 @@ struct Scratch {
 };
 inline size_t gemm_scratch(Format, int64_t) { return sizeof(Scratch); }
 
-// Brings the rows that come next nearer, evenly and in address order: the hardware's streams cannot follow several rows inside one
-// page, and a burst would hold all fill buffers of L1 for a memory latency.
-inline void prefetch(const uint8_t* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+// Scales stay in memory and come back as broadcasts when they are needed: kept in registers each would need a shuffle, read early a spill.
+inline void in_order() { __asm__ volatile("" ::: "memory"); }
+
+// Group g of a reader whose eight groups have begun.
+template <bool ODD, class Reader> inline void read(Reader& w, int64_t g, F& a, F& b) {
+    if constexpr (ODD)
+        w.odd_group(g, a, b);
+    else
+        w.group(g, a, b);
 }
+template <class Reader> constexpr bool HAS_ODD = requires(Reader r) { r.odd; };
 
 // T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
 template <class Reader, int T>
@@ -53,25 +72,35 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
         Reader w[4] = {row(0), row(1), row(2), row(3)};
         F acc[16];
         for (F& a : acc) a = zero();
+        const uint8_t* line = ahead;
         for (int64_t eight = 0; eight < groups; eight += 8) {
             for (int i = 0; i < R; i++) w[i].begin(eight);
-            for (int64_t g0 = eight; g0 < groups && g0 < eight + 8; g0 += UNROLL) {
+            const auto multiply = [&]<bool ODD>() __attribute__((always_inline)) {
+                for (int64_t g0 = eight; g0 < groups && g0 < eight + 8; g0 += UNROLL) {
 #pragma GCC unroll 8
-                for (int u = 0; u < UNROLL; u++) {
-                    const int64_t g = g0 + u;
-                    prefetch(ahead + g * step, R * Reader::BYTES);
+                    for (int u = 0; u < UNROLL; u++) {
+                        const int64_t g = g0 + u;
+                        prefetch(line, ahead + (g + 1) * step);
+                        in_order();
 #pragma GCC unroll 8
-                    for (int i = 0; i < R; i++) {
-                        F a, b;
-                        w[i].group(g, a, b);
+                        for (int i = 0; i < R; i++) {
+                            F a, b;
+                            read<ODD>(w[i], g, a, b);
 #pragma GCC unroll 4
-                        for (int t = 0; t < T; t++) {
-                            F& sum = acc[t * 4 + i];
-                            sum = fma(b, load(x + t * ld + GROUP * g + 16), fma(a, load(x + t * ld + GROUP * g), sum));
+                            for (int t = 0; t < T; t++) {
+                                F& sum = acc[t * 4 + i];
+                                sum = fma(b, load(x + t * ld + GROUP * g + 16), fma(a, load(x + t * ld + GROUP * g), sum));
+                            }
                         }
                     }
                 }
-            }
+            };
+            if constexpr (HAS_ODD<Reader>)
+                if (w[0].odd | w[1].odd | w[2].odd | w[3].odd) {
+                    multiply.template operator()<true>();
+                    continue;
+                }
+            multiply.template operator()<false>();
         }
         for (int t = 0; t < T; t++) {
             float sums[4];
@@ -88,13 +117,22 @@ __attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, 
     Reader w(m.format, m.data + row * m.stride, m.cols);
     for (int64_t eight = k0 / GROUP; eight < k1 / GROUP; eight += 8) {
         w.begin(eight);
-        for (int64_t g0 = eight; g0 < k1 / GROUP && g0 < eight + 8; g0 += UNROLL)
+        in_order();
+        const auto some = [&]<bool ODD>() __attribute__((always_inline)) {
+            for (int64_t g0 = eight; g0 < k1 / GROUP && g0 < eight + 8; g0 += UNROLL)
 #pragma GCC unroll 8
-            for (int u = 0; u < UNROLL; u++, to += GROUP) {
-                F a, b;
-                w.group(g0 + u, a, b);
-                store(to, a), store(to + 16, b);
+                for (int u = 0; u < UNROLL; u++, to += GROUP) {
+                    F a, b;
+                    read<ODD>(w, g0 + u, a, b);
+                    store(to, a), store(to + 16, b);
+                }
+        };
+        if constexpr (HAS_ODD<Reader>)
+            if (w.odd) {
+                some.template operator()<true>();
+                continue;
             }
+        some.template operator()<false>();
     }
 }
 
@@ -131,7 +169,8 @@ __attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, cons
             const int64_t some = ld - k < PIECE ? ld - k : PIECE;
             for (int i = 0; i < HELD; i++) unpack<Reader>(m, r0 + (r + i < nr ? r + i : nr - 1), k, k + some, s.w + i * PIECE);
             for (int64_t t = 0; t < n; t += T) {
-                prefetch(ahead, bytes), ahead += bytes;
+                const uint8_t* to = ahead + bytes;
+                prefetch(ahead, to);
                 const float* a = x + t * ld + k;
                 for (int i = 0; i < HELD; i += R) {
                     const float* w = s.w + i * PIECE;
@@ -180,7 +219,11 @@ template <class Sink>
 void gemm(const Matrix& m, int64_t r0, int nr, const void* panel, int64_t, int64_t at, int64_t n, void* scratch, const uint8_t* next,
           const Sink& sink) {
     Scratch& s = *(Scratch*)scratch;
-    products(m, r0, nr, (const float*)panel + at * padded(m.cols), n, next, s);
+    bool done = false;
+#if defined(__AVX512VNNI__)
+    done = with_integers(m.format, [&]<class C>() { integer_products<C>(m, r0, nr, (const XStep*)panel + at * steps_of(m.cols), n, next, s.c); });
+#endif
+    if (!done) products(m, r0, nr, (const float*)panel + at * padded(m.cols), n, next, s);
     for (int64_t t = 0; t < n; t += BLOCK) sink(t, (int)(n - t < BLOCK ? n - t : BLOCK), (const float*)s.c + t * BLOCK);
 }
 

@@ -2,8 +2,8 @@
 //
 // Bit-equal to kernels/dequant.h. A reader is one row; `group(g, a, b)` gives weights 32g..32g+31 as two F, after `begin` of the eight
 // groups it belongs to. Loops over groups are unrolled UNROLL times, so that what depends on g % UNROLL is known when compiled; a row
-// holds a multiple of it. BYTES: what 32 weights take, about. Where no better way is known whole blocks are decoded into a buffer. With AVX-512 a group of 4-bit numbers is a register of its sixteen possible
-// float32 values (scale times number, and the minimum), and a weight is one lookup by the low four bits of a lane: no masks, no
+// holds a multiple of it. A reader with an `odd` flag reads the eight groups by `odd_group` where it is set. Where no better way is known
+// whole blocks are decoded into a buffer. With AVX-512 a group of 4-bit numbers is a register of its sixteen possible float32 values (scale times number, and the minimum), and a weight is one lookup by the low four bits of a lane: no masks, no
 // conversions. The scales of eight groups are converted at once and come back as broadcasts from memory, which cost no shuffle.
 #pragma once
 #include "dequant.h"
@@ -20,7 +20,7 @@ struct Brain16 {
 };
 
 struct BlockReader { // any block format, eight groups ahead through memory
-    static constexpr int UNROLL = 1, BYTES = 24;
+    static constexpr int UNROLL = 1;
     const Format format;
     const uint8_t* row;
     int64_t cols;
@@ -38,7 +38,7 @@ struct BlockReader { // any block format, eight groups ahead through memory
 
 // Plain floats: a row may end anywhere; zeros stand behind its end.
 template <class T> struct FloatReader {
-    static constexpr int UNROLL = 1, BYTES = GROUP * sizeof(T);
+    static constexpr int UNROLL = 1;
     const T* row;
     int64_t cols;
 

@@ -33,10 +33,38 @@ inline void pick_both(__m512 table, const uint8_t* qs, F& a, F& b) {
     a = pick(table, w), b = pick(table, _mm512_srli_epi32(w, 4));
 }
 
-// The float16 in front of eight blocks of BYTES, at offset AT, as floats; the last block again past the row's end.
+// Words `bytes` apart, in two pieces of 64 bytes that begin at 0 and at `second`: the index that a two-source permutation takes.
+struct alignas(64) Apart {
+    uint16_t at[32];
+    constexpr Apart(int bytes, int second, int first, int count) : at() {
+        for (int i = 0; i < count; i++) {
+            const int byte = i * bytes + first;
+            at[i] = (uint16_t)(byte + 2 <= 64 ? byte / 2 : 32 + (byte - second) / 2);
+        }
+    }
+};
+template <int BYTES, int AT, int COUNT> struct Words {
+    static constexpr int SECOND = COUNT == 8 ? 4 * BYTES : 4 * BYTES - 64 < 2 * BYTES ? 4 * BYTES - 64 : 2 * BYTES;
+    static constexpr Apart INDEX{BYTES, SECOND, AT, COUNT};
+    static __m128i of(const uint8_t* b) { // loads reach at most the end of the last block
+        const __m512i first = _mm512_loadu_si512(b), second = _mm512_loadu_si512(b + SECOND);
+        return _mm512_castsi512_si128(_mm512_permutex2var_epi16(first, _mm512_load_si512(INDEX.at), second));
+    }
+};
+// The words at AT of eight blocks of BYTES. Insertions one by one would cost as much as the products of a block.
+template <int BYTES, int AT> inline __m128i eight_words(const uint8_t* b) {
+    if constexpr (3 * BYTES + AT + 2 <= 64)
+        return Words<BYTES, AT, 8>::of(b);
+    else
+        return _mm_unpacklo_epi64(Words<BYTES, AT, 4>::of(b), Words<BYTES, AT, 4>::of(b + 4 * BYTES));
+}
+
+// The float16 in front of eight blocks of BYTES, at offset AT, as floats; fewer when the row ends.
 template <int BYTES, int AT> inline void eight_halves(const uint8_t* b, int64_t left, float* to) {
-    const auto at = [&](int i) { return (short)u16(b + (i < left ? i : 0) * BYTES + AT); };
-    _mm256_store_ps(to, _mm256_cvtph_ps(_mm_set_epi16(at(7), at(6), at(5), at(4), at(3), at(2), at(1), at(0))));
+    if (left >= 8)
+        _mm256_store_ps(to, _mm256_cvtph_ps(eight_words<BYTES, AT>(b)));
+    else
+        for (int64_t i = 0; i < left; i++) to[i] = half(b + i * BYTES + AT);
 }
 
 // Formats of 32-weight blocks. PLUS: a second half follows the first.
@@ -103,35 +131,41 @@ struct ReaderQ5_1 : SmallBlocks<Format::Q5_1, true> {
         a = pick(low, high, (__mmask16)fifth, w), b = pick(low, high, (__mmask16)(fifth >> 16), _mm512_srli_epi32(w, 4));
     }
 };
-struct ReaderMXFP4 {
-    static constexpr int UNROLL = 1, BYTES = 17;
-    const uint8_t* row;
-    ReaderMXFP4(Format, const uint8_t* p, int64_t) : row(p) {}
-    void begin(int64_t) const {}
-    void group(int64_t g, F& a, F& b) const {
-        const uint8_t* p = row + g * 17;
-        pick_both(UP_E2M1.times(e8m0_half(p[0])), p + 1, a, b);
+struct ReaderMXFP4 : SmallBlocks<Format::MXFP4> {
+    using SmallBlocks::SmallBlocks;
+    void begin(int64_t g) {
+        const uint8_t* b = row + g * BYTES;
+        if (groups - g < 8) {
+            for (int i = 0; i < groups - g; i++) d[i] = e8m0_half(b[i * BYTES]);
+            return;
+        }
+        // A scale's byte is the low one of its word where its offset is even, else the high one.
+        const __m128i words = _mm_srlv_epi16(eight_words<BYTES, 0>(b), _mm_set_epi16(8, 0, 8, 0, 8, 0, 8, 0));
+        const __m256i e = _mm256_and_si256(_mm256_cvtepu16_epi32(words), _mm256_set1_epi32(255)), one = _mm256_set1_epi32(1);
+        const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23);
+        const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+        _mm256_store_si256((__m256i*)d, _mm256_mask_mov_epi32(usual, _mm256_cmple_epu32_mask(e, one), small));
     }
+    void group(int64_t g, F& a, F& b) { pick_both(UP_E2M1.times(d[g & 7]), row + g * BYTES + 1, a, b); }
 };
 
 // Eight groups of 32 a block: their scales and minima when it begins.
 template <int BLOCK_BYTES> struct BigBlocks {
-    static constexpr int UNROLL = 4, BYTES = BLOCK_BYTES / 8;
+    static constexpr int UNROLL = 4;
     const uint8_t* row;
     alignas(64) float d[16]; // of eight groups, then their minima; or of sixteen halves of groups
     BigBlocks(Format, const uint8_t* p, int64_t) : row(p) {}
 };
 struct KBlocks { // Q4_K and Q5_K
     static void scales(const uint8_t* b, float* s) {
-        uint32_t a[3], n[4];
-        memcpy(a, b + 4, 12);
-        n[0] = a[0] & 0x3f3f3f3f;
-        n[1] = (a[2] & 0x0f0f0f0f) | (a[0] >> 6 & 0x03030303) << 4;
-        n[2] = a[1] & 0x3f3f3f3f;
-        n[3] = (a[2] >> 4 & 0x0f0f0f0f) | (a[1] >> 6 & 0x03030303) << 4;
-        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi32((int)n[3], (int)n[2], (int)n[1], (int)n[0])));
-        const __m512 both = _mm512_mask_mov_ps(_mm512_set1_ps(half(b)), 0xff00, _mm512_set1_ps(half(b + 2)));
-        _mm512_store_ps(s, _mm512_mul_ps(both, numbers));
+        const __m128i raw = _mm_loadu_si128((const __m128i*)b); // d and dmin, then the words a0 a1 a2 of 6-bit numbers
+        const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(raw, _MM_SHUFFLE(3, 2, 3, 1)), _mm_set_epi32(4, 0, 0, 0));
+        const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(raw, _MM_SHUFFLE(2, 2, 1, 1)), 2);
+        const __m128i numbers = _mm_or_si128(_mm_and_si128(low, _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f)),
+                                             _mm_and_si128(high, _mm_set_epi32(0x30303030, 0, 0x30303030, 0)));
+        const __m512i which = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
+        const __m512 both = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(raw)));
+        _mm512_store_ps(s, _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(numbers))));
     }
 };
 struct ReaderQ4_K : BigBlocks<144>, KBlocks {
@@ -210,10 +244,17 @@ struct ReaderQ3_K : BigBlocks<110> {
         a = half16(2 * j, (__mmask16)set, qs), b = half16(2 * j + 1, (__mmask16)(set >> 16), qs + 16);
     }
 };
+inline __m256 eight_scales_iq4_xs(const uint8_t* p) {
+    const __m256i fours = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), twos = _mm256_srli_epi32(fours, 1);
+    const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)u32(p + 4)), fours), _mm256_set1_epi32(15));
+    const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(u16(p + 2)), twos), _mm256_set1_epi32(3));
+    const __m256i number = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
+    return _mm256_mul_ps(_mm256_set1_ps(half(p)), _mm256_cvtepi32_ps(number));
+}
 struct ReaderIQ4_XS : BigBlocks<136> {
     using BigBlocks::BigBlocks;
     void begin(int64_t g) {
-        for (int i = 0; i < 8; i++) d[i] = scale_iq4_xs(row + (g >> 3) * 136, i);
+        _mm256_store_ps(d, eight_scales_iq4_xs(row + (g >> 3) * 136));
     }
     void group(int64_t g, F& a, F& b) {
         const int j = (int)(g & 7);
@@ -223,62 +264,80 @@ struct ReaderIQ4_XS : BigBlocks<136> {
 };
 
 // Eight bytes: the low nibbles first, then the high ones.
-inline F sixteen_e2m1(const uint8_t* qs, float d) {
+inline F sixteen_e2m1(const uint8_t* qs, __m512 table) {
     const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
-    const __m512i w = _mm512_cvtepu8_epi32(_mm_set1_epi64x((long long)(u32(qs) | (uint64_t)u32(qs + 4) << 32)));
-    return pick(UP_E2M1.times(d), _mm512_srlv_epi32(w, shift));
+    long long bytes;
+    memcpy(&bytes, qs, 8);
+    return pick(table, _mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_set1_epi64x(bytes)), shift));
+}
+// Sixteen e4m3_half: the bits of a half that is 2^-8 of a number.
+inline __m512 sixteen_scales(__m128i bytes) {
+    const __mmask16 number = _mm_cmpneq_epi8_mask(bytes, _mm_set1_epi8(0x7f));
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_and_si128(bytes, _mm_set1_epi8(0x7f))), 7);
+    return _mm512_maskz_mul_ps(number, _mm512_cvtph_ps(bits), _mm512_set1_ps(128.0f));
 }
 struct ReaderNVFP4 {
-    static constexpr int UNROLL = 2, BYTES = 18;
+    static constexpr int UNROLL = 2;
     const uint8_t* row;
-    ReaderNVFP4(Format, const uint8_t* p, int64_t) : row(p) {}
-    void begin(int64_t) const {}
-    static void half_block(const uint8_t* p, int j, F& a, F& b) {
-        a = sixteen_e2m1(p + 4 + 16 * j, e4m3_half(p[2 * j])), b = sixteen_e2m1(p + 12 + 16 * j, e4m3_half(p[2 * j + 1]));
+    int64_t blocks;
+    alignas(64) float d[16];
+    ReaderNVFP4(Format, const uint8_t* p, int64_t cols) : row(p), blocks(cols / 64) {}
+    void begin(int64_t g) {
+        const uint8_t* p = row + (g >> 1) * 36;
+        const auto four = [&](int i) { return (int)u32(p + ((g >> 1) + i < blocks ? 36 * i : 0)); };
+        _mm512_store_ps(d, sixteen_scales(_mm_set_epi32(four(3), four(2), four(1), four(0))));
     }
-    void group(int64_t g, F& a, F& b) const { half_block(row + (g >> 1) * 36, (int)(g & 1), a, b); }
+    void group(int64_t g, F& a, F& b) const {
+        const uint8_t* p = row + (g >> 1) * 36 + 4 + 16 * (g & 1);
+        const float* s = d + 2 * (g & 7);
+        a = sixteen_e2m1(p, UP_E2M1.times(s[0])), b = sixteen_e2m1(p + 8, UP_E2M1.times(s[1]));
+    }
 };
 struct ReaderNVFP4_SCALED {
-    static constexpr int UNROLL = 4, BYTES = 19;
+    static constexpr int UNROLL = 4;
     const uint8_t* row;
-    ReaderNVFP4_SCALED(Format, const uint8_t* p, int64_t) : row(p) {}
-    void begin(int64_t) const {}
+    int64_t blocks;
+    alignas(64) float d[16];
+    ReaderNVFP4_SCALED(Format, const uint8_t* p, int64_t cols) : row(p), blocks(cols / 128) {}
+    void begin(int64_t g) {
+        const uint8_t *p = row + (g >> 2) * 76, *q = p + ((g >> 2) + 1 < blocks ? 76 : 0);
+        _mm512_store_ps(d, sixteen_scales(_mm_set_epi32((int)u32(q + 40), (int)u32(q + 4), (int)u32(p + 40), (int)u32(p + 4))));
+    }
     void group(int64_t g, F& a, F& b) const {
-        const uint8_t* p = row + (g >> 2) * 76;
-        ReaderNVFP4::half_block(p + 4 + (g >> 1 & 1) * 36, (int)(g & 1), a, b);
-        const F all = splat(f32(p));
-        a = a * all, b = b * all;
+        const uint8_t *p = row + (g >> 2) * 76, *qs = p + 4 + (g >> 1 & 1) * 36 + 4 + 16 * (g & 1);
+        const float* s = d + 2 * (g & 7);
+        const __m512 all = _mm512_set1_ps(f32(p)); // number times scale is exact: times `all` before or after the lookup is the same
+        a = sixteen_e2m1(qs, _mm512_mul_ps(UP_E2M1.times(s[0]), all)), b = sixteen_e2m1(qs + 8, _mm512_mul_ps(UP_E2M1.times(s[1]), all));
     }
 };
 struct ReaderF8_E4M3 {
-    static constexpr int UNROLL = 4, BYTES = 33;
+    static constexpr int UNROLL = 4;
     const uint8_t* row;
     int64_t blocks;
-    bool odd[2] = {}; // a block holds a NaN, or its scale overflows with the 2^8 of `sixteen`
+    float d[2];
+    bool odd; // one of the two blocks holds a NaN, or its scale overflows with the 2^120 of `sixteen`
     ReaderF8_E4M3(Format, const uint8_t* p, int64_t cols) : row(p), blocks(cols / 128) {}
     void begin(int64_t g) {
-        const uint8_t* p = row + (g >> 2) * 132;
-        for (int i = 0; i < 2 && (g >> 2) + i < blocks; i++, p += 132) odd[i] = has_nan(p + 4) || !(__builtin_fabsf(f32(p)) < 0x1p119f);
+        const uint8_t *p = row + (g >> 2) * 132, *q = (g >> 2) + 1 < blocks ? p + 132 : p;
+        const __m512i low = _mm512_set1_epi8(0x7f);
+        const auto number = [&](const uint8_t* at) { return _mm512_and_si512(_mm512_loadu_si512(at), low); };
+        const __m512i most = _mm512_max_epu8(_mm512_max_epu8(number(p + 4), number(p + 68)), _mm512_max_epu8(number(q + 4), number(q + 68)));
+        d[0] = f32(p) * 0x1p120f, d[1] = f32(q) * 0x1p120f;
+        odd = _mm512_cmpeq_epi8_mask(most, low) != 0 || !(__builtin_isfinite(d[0]) && __builtin_isfinite(d[1]));
     }
-    static bool has_nan(const uint8_t* p) {
-        const __m512i low = _mm512_set1_epi8(0x7f), a = _mm512_loadu_si512(p), b = _mm512_loadu_si512(p + 64);
-        return _mm512_cmpeq_epi8_mask(_mm512_and_si512(a, low), low) | _mm512_cmpeq_epi8_mask(_mm512_and_si512(b, low), low);
+    static F sixteen(const uint8_t* q, F scale) { // the bits of a float that is 2^-120 of it, subnormal where it is
+        const __m512i w = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q));
+        return lanes((__m512)_mm512_and_si512(_mm512_slli_epi32(w, 20), _mm512_set1_epi32((int)0x87f00000))) * scale;
     }
-    static F sixteen(const uint8_t* q, F scale) { // the bits of a half that is 2^-8 of it
-        const __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)q));
-        const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(w, 7), _mm256_set1_epi16((short)0xbf80));
-        return lanes(_mm512_cvtph_ps(bits)) * scale;
+    void group(int64_t g, F& a, F& b) const {
+        const uint8_t* p = row + (g >> 2) * 132 + 4 + (g & 3) * GROUP;
+        const F scale = splat(d[g >> 2 & 1]);
+        a = sixteen(p, scale), b = sixteen(p + 16, scale);
     }
-    void group(int64_t g, F& a, F& b) {
-        const uint8_t* p = row + (g >> 2) * 132;
-        if (odd[g >> 2 & 1]) {
-            float v[GROUP];
-            part_f8(p, (int)((g & 3)), v);
-            a = load(v), b = load(v + 16);
-            return;
-        }
-        const F scale = splat(f32(p) * 256.0f);
-        a = sixteen(p + 4 + (g & 3) * GROUP, scale), b = sixteen(p + 20 + (g & 3) * GROUP, scale);
+    __attribute__((noinline)) void odd_group(int64_t g, F& a, F& b) const {
+        float v[GROUP];
+        part_f8(row + (g >> 2) * 132, (int)(g & 3), v);
+        a = load(v), b = load(v + 16);
     }
 };
 

@@ -1,0 +1,15 @@
+// What every way to multiply without tiles shares: the size of a block of rows, and how the next rows of weights come nearer.
+#pragma once
+#include <stdint.h>
+
+namespace MOORAGE_ISA {
+
+constexpr int BLOCK = 32; // rows of a panel block, and weight rows of one gemm call
+
+// Brings the rows that come next nearer, evenly and in address order: the hardware's streams cannot follow several rows inside one
+// page, and a burst would hold all fill buffers of L1 for a memory latency. Every line once: one asked for again holds a buffer too.
+inline void prefetch(const uint8_t*& line, const uint8_t* to) {
+    for (; line < to; line += 64) __builtin_prefetch(line, 0, 2);
+}
+
+} // namespace MOORAGE_ISA
