@@ -21,13 +21,14 @@ Isa best_isa() {
         const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
         if (!avx512) return Isa::AVX2;
+        if (!__builtin_cpu_supports("avx512vnni")) return Isa::AVX512;
         __cpuid_count(7, 0, a, b, c, d);
         const bool tiles = d >> 22 & 1 && d >> 24 & 1; // AMX-BF16, AMX-TILE
         const bool vbmi = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
         unsigned a1 = 0;
         __cpuid_count(7, 1, a1, b, c, d);
         const bool bf16 = a1 >> 5 & 1;
-        return tiles && vbmi && bf16 && grant_tiles() ? Isa::AMX : Isa::AVX512;
+        return tiles && vbmi && bf16 && grant_tiles() ? Isa::AMX : Isa::VNNI;
     }();
     return best;
 }

@@ -1,16 +1,16 @@
 // What this processor can run, asked once.
 #pragma once
 
-enum class Isa : int { BASE, AVX2, AVX512, AMX };
+enum class Isa : int { BASE, AVX2, AVX512, VNNI, AMX };
 
 struct IsaInfo {
     Isa isa;
     const char* name;
 };
-constexpr IsaInfo ISAS[] = {{Isa::BASE, "base"}, {Isa::AVX2, "avx2"}, {Isa::AVX512, "avx512"}, {Isa::AMX, "amx"}};
+constexpr IsaInfo ISAS[] = {{Isa::BASE, "base"}, {Isa::AVX2, "avx2"}, {Isa::AVX512, "avx512"}, {Isa::VNNI, "avx512vnni"}, {Isa::AMX, "amx"}};
 
 // Raised whenever the bits of a result change: tokens computed under another number are not ours to continue.
-constexpr int NUMERICS = 2;
+constexpr int NUMERICS = 3;
 
 // Raised whenever a function of the module takes or returns something else: `engine/kernels/cpu.py` names the number it calls.
 constexpr int ABI = 1;

@@ -17,8 +17,9 @@ size_t aligned(size_t n) { return (n + 63) / 64 * 64; }
 const Kernels& kernels(Isa isa) {
     const Kernels& base_kernels();
 #if defined(__x86_64__)
-    const Kernels &avx2_kernels(), &avx512_kernels(), &amx_kernels();
+    const Kernels &avx2_kernels(), &avx512_kernels(), &vnni_kernels(), &amx_kernels();
     if (isa == Isa::AMX) return amx_kernels();
+    if (isa == Isa::VNNI) return vnni_kernels();
     if (isa == Isa::AVX512) return avx512_kernels();
     if (isa == Isa::AVX2) return avx2_kernels();
 #endif

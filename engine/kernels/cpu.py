@@ -27,8 +27,8 @@ def usable_cores() -> int:
 class CpuOps:
     """Kernels for this machine's instruction set.
 
-    `threads` 0 means one for each core this process may use; `isa` names an older set ("base", "avx2", "avx512") to run instead
-    of the best one. Raises ValueError if the machine does not run it.
+    `threads` 0 means one for each core this process may use; `isa` names an older set ("base", "avx2", "avx512", "avx512vnni")
+    to run instead of the best one. Raises ValueError if the machine does not run it.
     """
 
     name = "cpu"

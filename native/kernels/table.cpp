@@ -9,9 +9,9 @@ const Kernels& NAME(MOORAGE_ISA)() {
     static const Kernels table = [] {
         Kernels k{};
         MOORAGE_ISA::fill_linear(k);
-        MOORAGE_ISA::fill_attention(k);
-        MOORAGE_ISA::fill_delta(k);
-        MOORAGE_ISA::fill_rows(k);
+        MOORAGE_REST::fill_attention(k);
+        MOORAGE_REST::fill_delta(k);
+        MOORAGE_REST::fill_rows(k);
         return k;
     }();
     return table;

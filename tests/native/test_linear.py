@@ -43,6 +43,37 @@ def test_a_row_is_the_same_in_any_batch(ops, rng, kind: str) -> None:
         assert torch.equal(torch.cat([ops.linear(part.contiguous(), w) for part in x.split(size)]), alone), size
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("cols", [256, 1024, 1280])
+def test_values_beside_a_huge_one_stay_exact(ops, rng, kind: str, cols: int) -> None:
+    w = block_bytes(kind, rows=9, cols=cols, seed=2)
+    x = torch.randn(3, cols, generator=rng)
+    x[:, 37] *= 3000.0  # such channels are what low precision of activations fails on
+    x[1] *= 2.0**-60
+    x[2] *= 2.0**60
+    values, exact = dequantize(w).double(), x.double()
+    error = (ops.linear(x, w).double() - exact @ values.T).abs()
+    peak = exact.abs().view(3, -1, 32).amax(-1).repeat_interleave(32, 1)  # VNNI: the largest of its 32 bounds a value's error
+    assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all()  # AMX: 2^-16 of itself
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "Q8_0"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, kind: str, value: float) -> None:
+    w = block_bytes(kind, rows=5, cols=512, seed=5)
+    x = torch.randn(3, 512, generator=rng)
+    clean = ops.linear(x, w)
+    x[1, 300] = value
+    out = ops.linear(x, w)
+    assert not torch.isfinite(out[1]).any()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_zeros_give_zeros(ops) -> None:
+    for kind in BLOCKS:
+        assert not ops.linear(torch.zeros(2, 256), block_bytes(kind, rows=4, cols=256)).any(), kind
+
+
 @settings(max_examples=40)
 @given(rows=st.integers(1, 80), n=st.integers(1, 70), k=st.integers(1, 300), cut=st.integers(0, 80), seed=st.integers(0, 99))
 def test_any_shape_splits_anywhere(rows: int, n: int, k: int, cut: int, seed: int) -> None:
