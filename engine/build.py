@@ -38,6 +38,7 @@ from engine.prefix.files import Busy, identity
 from engine.prefix.states import TensorStorage
 from engine.prefix.store import DiskStore
 from engine.prefix.textkeys import TextKeys
+from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
 from engine.text.tokenizer import TokenizerError, load_tokenizer
@@ -74,6 +75,7 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         available = available_bytes()
         if available is None:
             raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
+        available = max(0, available - _others(available))
         slots = slot_counts(pack, config.expert_bytes, available) if pack else []
         slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pack.pools if pack else (), strict=True))
         plan = plan_cache(
@@ -117,6 +119,14 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     except GrammarError as problem:
         log.warning("requests with a grammar will be refused: %s", problem)
     return Parts(lambda batch: decoder.forward(batch, cache), prefix, limits, model, grammars, experts, plan.wanted_context)
+
+
+def _others(available: int) -> int:
+    """Memory that seems available and was promised by engines that run already."""
+    size = promised()
+    if size:
+        log.info(log_line("memory promised to other engines", size=gib(size), available=gib(available)))
+    return size
 
 
 def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops) -> tuple[Cache, CachePlan]:

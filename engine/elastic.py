@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from engine.experts.pressure import PAUSE_S, Governor, Memory, read_memory
 from engine.hostmem import total_bytes
 from engine.memory import gib
+from engine.promises import Promise
 from engine.protocol import log_line
 from engine.stores import ENDLESS, CannotResize, PlaceStore, Store, describe, size_of
 
@@ -27,12 +28,19 @@ Change = tuple[Store, int]  # and how many units it is to have
 class Elastic:
     """`stores` share the memory of one machine. What they had at first, or were told to have, is what they grow back to."""
 
-    def __init__(self, stores: Sequence[Store], total: int | None = None, read: Callable[[], Memory] = read_memory) -> None:
-        self._stores, self._read = tuple(stores), read
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        total: int | None = None,
+        read: Callable[[], Memory] = read_memory,
+        promise: Promise | None = None,
+    ) -> None:
+        self._stores, self._read, self._promise = tuple(stores), read, promise
         self._wanted = {store.field: store.have for store in stores}
         self._governor = Governor(total or total_bytes() or ENDLESS)
         self._looked = self._trimmed = float("-inf")
         self.moves = 0
+        self._keep_promise()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -52,7 +60,10 @@ class Elastic:
         if any(count > store.have for store, count in changes):
             own = {store.field: store.have * store.each - store.unused for store in self._stores}
             whole = {store.field: after.get(store.field, store.have) * store.each for store in self._stores}
-            need, free = sum(whole.values()) - sum(own.values()), self._read().available
+            need, free = (
+                sum(whole.values()) - sum(own.values()),
+                self._read().available - (self._promise.others() if self._promise else 0),
+            )
             if need > free:
                 kinds = ", ".join(f"{field} {gib(size)}" for field, size in whole.items() if size)
                 raise CannotResize(f"{kinds} need {gib(need)} more than is in use now, {gib(free)} are available: ask for less")
@@ -77,6 +88,7 @@ class Elastic:
             store.keep()
             if store.have != before:
                 self._tell(store, before, "asked for", logging.INFO)
+        self._keep_promise()
 
     def _undo(self, done: Sequence[Change]) -> str:
         """Last first. Returns what could not be undone, "" when everything was."""
@@ -108,7 +120,13 @@ class Elastic:
             self._looked = now
             movable = [store for store in self._stores if not isinstance(store, PlaceStore)]  # requests are not interrupted
             self._follow(now, movable, self._read())
+            self._keep_promise()
         return LOOK_S
+
+    def _keep_promise(self) -> None:
+        """Tell other engines what of all this was not taken yet."""
+        if self._promise:
+            self._promise.keep(sum(store.unused for store in self._stores))
 
     def _follow(self, now: float, stores: Sequence[Store], memory: Memory) -> None:
         floors = [min(max(s.least, s.held), s.have) for s in stores]

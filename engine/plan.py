@@ -25,6 +25,7 @@ from engine.models.load import Checkpoint, LoadedModel, held_bytes
 from engine.models.spec import ModelSpec, MoeSpec
 from engine.nn.batch import PAGE
 from engine.nn.experts import Bank
+from engine.promises import promised
 from engine.protocol import log_line
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Plan:
     hardware: Hardware
     devices: tuple[Device, ...]  # accelerators that are here, whether these kernels compute on them or not
     context: int  # tokens the speed is stated for
+    promised: int = 0  # to engines that run already; not in `available`
 
     @property
     def weights(self) -> int:
@@ -122,7 +124,8 @@ def make_plan(
 ) -> Plan:
     """`pack` holds the routed experts. Raises TooLittleMemory when the smallest cache does not fit beside all but the experts."""
     spec, kinds = checkpoint.spec, weight_kinds(checkpoint, ops)
-    have = available if available is not None else available_bytes() or 0
+    others = promised() if available is None else 0
+    have = available if available is not None else max(0, (available_bytes() or 0) - others)
     here = this_machine(kernel_version(ops))
     profile = usable_profile(profile_path or default_profile(), here, time.time())
     cache = _cache_beside(spec, ops, have, kinds, max_context, kv_bytes)
@@ -134,7 +137,8 @@ def make_plan(
         placement, refusal = place(load, machine, forced), ""
     except Impossible as problem:
         placement, refusal = None, str(problem)
-    return Plan(kinds, cache, have, load, placement, refusal, profile, machine, find_devices(), min(CONTEXT, spec.max_positions))
+    context = min(CONTEXT, spec.max_positions)
+    return Plan(kinds, cache, have, load, placement, refusal, profile, machine, find_devices(), context, others)
 
 
 def _cache_beside(

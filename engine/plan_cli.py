@@ -79,6 +79,7 @@ def describe(plan: Plan) -> dict[str, object]:
         "cache_bytes": plan.load.cache,
         "max_context": plan.cache.max_context if plan.cache else 0,
         "available": plan.available,
+        "promised_to_others": plan.promised,
         "mode": placement.mode if placement else None,
         "reason": placement.reason if placement else plan.refusal,
         "others": placement.refused if placement else {},
@@ -100,6 +101,8 @@ def lines(plan: Plan) -> list[str]:
     if cache is not None:
         rows.append(("conversations", f"{gib(cache.total_bytes)}, {cache.max_context} tokens in one"))
     rows.append(("together", f"{gib(plan.weights + load.cache)} of {gib(plan.available)} available"))
+    if plan.promised:
+        rows.append(("other engines", f"{gib(plan.promised)} are promised to those that run: not counted as available"))
     rows += [("accelerator", f"{device}: not used, these kernels compute on the processor") for device in plan.devices]
     out = [f"{name:26}{text}" for name, text in rows]
     if plan.placement is None:

@@ -42,6 +42,7 @@ from engine.ipc import (
     ToWorker,
     frame,
 )
+from engine.promises import Promise
 from engine.protocol import log_line
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -123,7 +124,7 @@ class Worker:
         self._scheduler = Scheduler(parts.prefix, parts.limits, clock, parts.grammars)
         self._runner = Runner(parts.forward)
         self._born = clock()
-        self._memory = Elastic(stores_of(parts, self._scheduler))
+        self._memory = Elastic(stores_of(parts, self._scheduler), promise=Promise())
         self._context = parts.limits.max_context  # as the API process was told
         self._broken = 0
         self._prefilled, self._decoded = Rate(), Rate()

@@ -90,6 +90,16 @@ def test_the_command_prints_memory_placement_and_speed(tmp_path) -> None:
     assert '"mode": "in_place"' in as_json.output and '"decode_tok_s": ' in as_json.output
 
 
+def test_what_other_engines_were_promised_is_not_available(tmp_path, monkeypatch) -> None:
+    make_tiny("qwen3_moe", tmp_path)
+    monkeypatch.setattr(plan_module, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(plan_module, "promised", lambda: 3 << 30)
+    shown = run(str(tmp_path), "--kernels", "reference").output
+    assert "of 5.00 GiB available" in shown and "3.00 GiB are promised to those that run" in shown
+    assert json.loads(run(str(tmp_path), "--kernels", "reference", "--json").output)["promised_to_others"] == 3 << 30
+    assert "promised" not in run(str(tmp_path), "--kernels", "reference", "--memory", "8G").output, "asked for by number"
+
+
 def test_an_accelerator_is_named_and_said_to_be_idle(tmp_path, monkeypatch) -> None:
     make_tiny("qwen3_moe", tmp_path)
     monkeypatch.setattr(plan_module, "find_devices", lambda: (Device("NVIDIA GB10", 0, True, 0.0),))
