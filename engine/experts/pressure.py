@@ -59,6 +59,17 @@ def read_memory(pressure: Path | None = None, available: Callable[[], int | None
     return Memory(free if free is not None else 1 << 62, _stalled(pressure or pressure_file()))
 
 
+def read_device(info: Callable[[], tuple[int, int]]) -> Memory:
+    """The same of a device with a memory of its own; `info` tells its free and all bytes, as torch.cuda.mem_get_info does.
+
+    Nothing waits there for memory as it does under PSI: who finds none fails. What cannot be read counts as no shortage.
+    """
+    try:
+        return Memory(info()[0], 0.0)
+    except RuntimeError:
+        return Memory(1 << 62, 0.0)
+
+
 def _stalled(path: Path) -> float:
     """`full avg10=1.23 ...` -> 1.23"""
     try:

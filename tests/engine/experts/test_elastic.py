@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.elastic import CannotResize, Elastic
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.pool import HostPool, Room
-from engine.experts.pressure import CALM_S, PAUSE_S, PLENTY, SHORT_LEAST, STALLED, Governor, Memory, read_memory
+from engine.experts.pressure import CALM_S, PAUSE_S, PLENTY, SHORT_LEAST, STALLED, Governor, Memory, read_device, read_memory
 from engine.kernels.reference import ReferenceOps
 from engine.stores import ExpertStore
 from tests.engine.experts.tiers import EXPERTS, LAYERS, banks, step
@@ -127,6 +127,54 @@ def test_slots_follow_memory_down_and_up_while_answers_stay(world, caplog) -> No
         world.elastic.tick(float(second))
     world.check()
     assert world.executor.slots.capacity == 2 * EXPERTS and "memory is free again" in caplog.text
+
+
+SLOT = 32 * MB  # what slots are said to take: as large as those of large models
+
+
+class Device:
+    """A device whose memory slots and other programs share; tells as torch.cuda.mem_get_info does."""
+
+    def __init__(self, executor: TieredExperts, total: int) -> None:
+        self.executor, self.total, self.others, self.broken = executor, total, 0, False
+
+    def mem_get_info(self) -> tuple[int, int]:
+        if self.broken:
+            raise RuntimeError("CUDA error: unknown error")
+        return max(0, self.total - self.executor.capacity * SLOT - self.others), self.total
+
+
+def test_slots_on_a_device_follow_its_free_memory_with_hysteresis(world) -> None:
+    """36 slots of 32 MiB wanted, on 8 GiB: short below 328 MiB, plenty from 983."""
+    world.executor.resize(LAYERS * EXPERTS)
+    device = Device(world.executor, 8 << 30)
+    store, seen = ExpertStore(world.executor), []
+    store.each = SLOT
+    elastic = Elastic([store], device.total, lambda: read_device(device.mem_get_info))
+
+    def pass_time(seconds: int) -> None:
+        for _ in range(seconds):
+            elastic.tick(float(len(seen)))
+            seen.append(world.executor.capacity)
+        world.check()
+
+    pass_time(30)
+    assert set(seen) == {LAYERS * EXPERTS}, "nothing moves while there is enough"
+    device.others = (8 << 30) - LAYERS * EXPERTS * SLOT - 200 * MB
+    pass_time(30)
+    low = seen[-1]
+    assert EXPERTS < low < LAYERS * EXPERTS and device.mem_get_info()[0] >= 328 * MB
+    assert len(set(seen[-20:])) == 1, "and it comes to rest"
+    device.others -= 200 * MB  # more than short, less than plenty
+    pass_time(120)
+    assert seen[-1] == low
+    device.others = 0
+    at = len(seen)
+    pass_time(200)
+    assert seen[-1] == LAYERS * EXPERTS and seen[at:] == sorted(seen[at:])
+    device.broken = True
+    pass_time(20)
+    assert seen[-1] == LAYERS * EXPERTS, "what cannot be read is no shortage"
 
 
 def test_memory_is_looked_at_once_a_second(world) -> None:
