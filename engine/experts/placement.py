@@ -178,7 +178,8 @@ def _stream(load: Load, hw: Hardware, miss_rate: float | None) -> tuple[float, i
         raise Impossible(f"the experts are in no packed file: `moorage engine pack` writes one of {gib(load.pool)}")
     misses, share = _misses(load, slots, miss_rate), slots / (load.layers * load.experts)
     reading = load.layers * misses * load.expert_bytes / (hw.disk_rate or hw.host_rate * UNMEASURED_DISK)
-    seconds = load.read / hw.host_rate + load.routed / _expert_rate(hw) + reading
+    # experts that are there are computed while others come
+    seconds = load.read / hw.host_rate + max(load.routed / _expert_rate(hw), reading)
     room = f"{gib(slots * load.expert_bytes)} of memory hold {slots} of {load.layers * load.experts} experts ({share:.0%})"
     unmeasured = "" if hw.disk_rate else " (at a rate that was not measured)"
     return seconds, slots, f"{room}; the rest is read from the packed file when needed{unmeasured}"

@@ -91,6 +91,15 @@ def test_a_packed_pool_larger_than_memory_is_streamed(disk_rate: float) -> None:
     assert place(A3B, Hardware(host=90 * GIB, host_rate=60 * GB, packed=True, disk_rate=disk_rate)).mode == "in_place"
 
 
+def test_reading_and_computing_go_on_at_once() -> None:
+    """A token of a packed model takes what its dense weights take, and the longer of computing experts and reading the missed."""
+    wide = place(A3B, Hardware(host=32 * GIB, host_rate=60 * GB, expert_rate=30 * GB, packed=True, disk_rate=1 << 50))
+    assert wide.decode_seconds == pytest.approx(A3B.read / (60 * GB) + A3B.routed / (30 * GB))
+    narrow = place(A3B, Hardware(host=32 * GIB, host_rate=60 * GB, expert_rate=30 * GB, packed=True, disk_rate=2 * GB))
+    misses = 1 - narrow.slots / (A3B.layers * A3B.experts)
+    assert narrow.decode_seconds == pytest.approx(A3B.read / (60 * GB) + misses * A3B.routed / (2 * GB))
+
+
 sizes = st.integers(1, 200).map(lambda n: n * GIB)
 
 
