@@ -79,7 +79,7 @@ class Slots:
 
     def room(self) -> int:
         """Slots that are free or whose expert may leave."""
-        pinned = sum(self.where[key] >= 0 for key in self._pins)
+        pinned = int(np.count_nonzero(self.where[list(self._pins)] >= 0)) if self._pins else 0
         return self.capacity - len(self._filling) - pinned
 
     def fetch(self, keys: Iterable[int]) -> list[Fetch]:

@@ -6,7 +6,8 @@
 Random experts of a 30B-A3B model in bfloat16 are packed; slots get half of their bytes. The disk's own rate is measured before
 and after every part, with the same number of readers and the same record size, without the engine. Filling slots for everything
 takes turns with reading the file from its beginning. Then single tokens with the routing locality of the demo
-model, and prompt chunks, run through the executor; some results are compared bit for bit with the pool in memory.
+model, and prompt chunks, run through the executor; some results are compared bit for bit with the pool in memory. A token can be
+no faster than the disk brings what it misses (`bound_ms`), nor than it is computed with everything in memory (`in_memory_ms`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ import machine  # noqa: E402
 
 from engine.build import choose_kernels  # noqa: E402
 from engine.experts.calibrate import HIDDEN, INTER, random_weight  # noqa: E402
-from engine.experts.executor import Tier, TieredExperts  # noqa: E402
+from engine.experts.executor import TieredExperts  # noqa: E402
 from engine.experts.filepool import FilePool, Pack  # noqa: E402
 from engine.experts.pack import write_pack  # noqa: E402
 from engine.experts.pool import Room  # noqa: E402
 from engine.experts.split import Rates  # noqa: E402
 from engine.experts.trace import synthesize  # noqa: E402
 from engine.nn.experts import Bank  # noqa: E402
-from engine.packing import READERS  # noqa: E402
+from engine.packing import READERS, stream_tier  # noqa: E402
 
 LAYERS, TOP_K = 4, 8
 LOCALITY = {"zipf": 0.6, "stick": 0.3}  # near what the demo model's own routing measures
@@ -116,7 +117,7 @@ class Oracle:
 def drive(
     experts: TieredExperts, calls: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]], oracle: Oracle | None = None
 ) -> dict[str, float]:
-    before, moved, busy = experts.slots.counts.fetched, experts._link.bytes, experts._link.busy_s
+    before, moved, busy = experts.slots.counts.fetched, experts.link.bytes, experts.link.busy_s
     hits, misses = experts.slots.counts.hits, experts.slots.counts.misses
     began = time.perf_counter()
     for i, call in enumerate(calls):
@@ -127,10 +128,11 @@ def drive(
     return {
         "seconds": seconds,
         "tokens": sum(len(x) for layer, x, *_ in calls if layer == 0),
-        "bytes_per_s": (experts._link.bytes - moved) / seconds,
+        "bytes_per_s": (experts.link.bytes - moved) / seconds,
         "ms_per_token": 1e3 * seconds / max(1, sum(len(x) for layer, x, *_ in calls if layer == 0)),
-        "reading": (experts._link.busy_s - busy) / seconds,
+        "reading": (experts.link.busy_s - busy) / seconds,
         "fetched": c.fetched - before,
+        "misses": c.misses - misses,
         "miss_rate": (c.misses - misses) / max(1, c.misses - misses + c.hits - hits),
     }
 
@@ -151,9 +153,7 @@ class Bench:
     def executor(self, share: float, oracle: Oracle | None = None) -> TieredExperts:
         rate = self.disk[-1]
         slots = int(LAYERS * self.experts * share)
-        return TieredExperts(
-            self.pool, self.ops, Tier(slots, "offload", Rates(rate, rate, 0.0), self.args.policy, workers=READERS), oracle
-        )
+        return TieredExperts(self.pool, self.ops, stream_tier(self.pool, slots, Rates(rate, rate, 0.0), self.args.policy), oracle)
 
     def look(self) -> float:
         """The disk's own rate now: it changes with what the host does, so it is measured beside everything."""
@@ -185,12 +185,27 @@ class Bench:
             for name, (experts, own) in ways.items():
                 before = self.look()
                 part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
-                found[name].append({**part, "of_disk": part["bytes_per_s"] / ((before + self.look()) / 2)})
+                rate = (before + self.look()) / 2
+                bound = 1e3 * part["misses"] * self.pool.expert_bytes / rate / part["tokens"]
+                found[name].append({**part, "of_disk": part["bytes_per_s"] / rate, "bound_ms": bound})
         for experts, _ in ways.values():
             experts.close()
         middle = {name: {key: statistics.median(p[key] for p in parts) for key in parts[0]} for name, parts in found.items()}
+        # what was read ahead is no miss there: both need the same experts
+        middle["decode, predicted"]["bound_ms"] = middle["decode"]["bound_ms"]
+        for part in middle.values():
+            part["of_bound"] = part["bound_ms"] / part["ms_per_token"]
         middle["decode, predicted"]["predictions"] = ways["decode, predicted"][0].status()["predictions"]
         return middle
+
+    def in_memory(self, calls: list) -> float:
+        """Milliseconds of a token whose experts all lie in slots."""
+        experts = self.executor(1.0)
+        experts.preload(lambda size: None)
+        drive(experts, calls[: len(calls) // 2])
+        found = drive(experts, calls[len(calls) // 2 :])
+        experts.close()
+        return found["ms_per_token"]
 
     def prefill(self, chunks: list) -> tuple[dict, TieredExperts]:
         experts = self.executor(0.5)
@@ -244,6 +259,7 @@ def main() -> None:
         calls, chunks = bench.decode_calls(), bench.chunk_calls()
         share, own = machine.Share.start(), time.process_time()
         out |= bench.decode(calls)
+        out["in_memory_ms"] = bench.in_memory(calls)
         out["prefill"], experts = bench.prefill(chunks)
         out["others"] = share.foreign(time.process_time() - own)
         print(f"others used {out['others']:.0%} of the machine meanwhile")
@@ -253,6 +269,11 @@ def main() -> None:
                 f"{name}: {o['tokens'] / o['seconds']:.1f} tok/s through {LAYERS} layers, {o['miss_rate']:.0%} misses, "
                 f"{o['bytes_per_s'] / 1e9:.2f} GB/s = {o['of_disk']:.0%} of the disk, reading {o['reading']:.0%} of the time"
             )
+            if "of_bound" in o:
+                print(
+                    f"  {o['ms_per_token']:.1f} ms a token, {o['bound_ms']:.1f} of them to read its misses at the disk's rate: "
+                    f"{o['of_bound']:.0%} of the bound; {out['in_memory_ms']:.1f} ms with all in memory"
+                )
         out["disk_bytes_per_s"] = bench.disk
         out["equal"] = bench.equal(experts, calls, chunks)
         print(f"bit for bit equal: {out['equal']}")

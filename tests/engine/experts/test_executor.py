@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,24 +11,27 @@ import torch
 from engine.experts.arena import Arena
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.pool import HostPool
+from engine.experts.split import Rates
 from engine.kernels.reference import ReferenceOps
 from engine.models.load import load_model
 from engine.nn.decoder import Decoder
 from engine.nn.experts import Bank, expert_banks
-from tests.engine.experts.tiers import EXPERTS, LAYERS, TOP_K, WIDE_KINDS, banks, kernels, step, tiered
+from tests.engine.experts.tiers import EVEN, EXPERTS, LAYERS, TOP_K, WIDE_KINDS, banks, kernels, step, tiered
 from tests.support.steps import Driver
 from tests.support.tiny import make_tiny
 
 FORMATS = [("reference", "f32"), ("cpu", "bf16"), ("cpu", "f16"), ("cpu", "Q8_0"), ("cpu", "Q4_0"), ("cpu", "Q4_1")]
 FORMATS += [pytest.param("cpu", kind, marks=() if kind == "Q4_K" else pytest.mark.slow) for kind in WIDE_KINDS]
 ALL = LAYERS * EXPERTS
+SLOW = Rates(link=1e6, host=2e9, shared=1e9)  # by what it says; the copies are as fast as they are
 # name -> (mode, slots): everything resident; fetched, with room for two layers, for a batch, for less than one token's
-# experts; split; computed in place
+# experts, over a link worth computing beside; split; computed in place
 PLACEMENTS = {
     "resident": ("offload", ALL),
     "offload": ("offload", 2 * EXPERTS),
     "offload-small": ("offload", 5),
     "offload-tiny": ("offload", 2),
+    "offload-late": ("offload", 2 * EXPERTS),
     "hybrid": ("hybrid", 14),
     "hybrid-small": ("hybrid", 2),
     "host": ("host", 4),
@@ -41,7 +45,7 @@ PLACEMENTS = {
 def test_every_placement_gives_the_bits_of_the_pool(name: str, kind: str, placement: str, batch: int) -> None:
     ops, (mode, slots) = kernels(name), PLACEMENTS[placement]
     pool, generator = banks(ops, kind), torch.Generator().manual_seed(batch)
-    with tiered(pool, ops, slots, mode) as experts:
+    with tiered(pool, ops, slots, mode, rates=SLOW if placement == "offload-late" else EVEN) as experts:
         for turn in range(4):
             for layer in range(LAYERS):
                 x, ids, weights = step(generator, batch if turn != 2 else 25, kind)  # a prompt chunk in between
@@ -111,8 +115,8 @@ def test_steps_cancelled_resized_and_evicted_at_random_never_stick(mode: str, st
     pool = banks(ops, "f32")
     ended = 0
     with tiered(pool, ops, 14, mode) as experts:
-        put = experts._arena.put
-        experts._arena.put = lambda key, slot: 1 / 0 if chance.random() < 0.05 else put(key, slot)
+        put = experts.arena.put
+        experts.arena.put = lambda key, slot: 1 / 0 if chance.random() < 0.05 else put(key, slot)
         for _ in range(steps):
             layer = chance.randrange(LAYERS)
             x, ids, weights = step(generator, chance.choice([1, 1, 1, 2, 4, 16]))
@@ -132,14 +136,41 @@ def test_steps_cancelled_resized_and_evicted_at_random_never_stick(mode: str, st
                     experts.settle()
             experts.slots.check()
         assert ended > steps // 50 and experts.counts["copy_failed"] > steps // 50
-    assert not experts._link.alive
+    assert not experts.link.alive
+
+
+@pytest.mark.parametrize("rates", [SLOW, None])
+def test_what_is_there_is_computed_while_the_rest_is_on_its_way(rates: Rates | None) -> None:
+    """Each copy waits until what came before it was computed."""
+    ops, generator = ReferenceOps(), torch.Generator().manual_seed(3)
+    pool, seen, order = banks(ops, "f32"), threading.Semaphore(0), []
+    x, _, weights = step(generator, 1)
+    with tiered(pool, ops, ALL, rates=rates) as experts:
+        experts.run(0, x, torch.tensor([[0, 1, 2]], dtype=torch.int32), weights)
+        put, rows = experts.arena.put, ops.expert_rows
+
+        def late(key: int, slot: int) -> int:
+            assert seen.acquire(timeout=10), "nothing was computed meanwhile"
+            return put(key, slot)
+
+        def noted(x: torch.Tensor, ids: torch.Tensor, *more) -> torch.Tensor:
+            order.append(ids.tolist())
+            seen.release()
+            return rows(x, ids, *more)
+
+        experts.arena.put, ops.expert_rows = late, noted
+        ids = torch.tensor([[8, 1, 5]], dtype=torch.int32)
+        want = ops.moe(x, ids, weights, pool[0].gate_up, pool[0].down, "silu")
+        order.clear(), seen.acquire(blocking=False)  # of `want`
+        assert torch.equal(experts.run(0, x, ids, weights), want)
+        assert order[0] == [1] and sorted(order[1:]) == [[5], [8]] and experts.counts["copy_failed"] == 0
 
 
 def test_a_failed_copy_is_computed_from_the_pool_and_counted(caplog) -> None:
     ops, generator = ReferenceOps(), torch.Generator().manual_seed(3)
     pool = banks(ops, "f32")
     with tiered(pool, ops, ALL) as experts:
-        experts._arena.put = lambda key, slot: 1 / 0
+        experts.arena.put = lambda key, slot: 1 / 0
         x, ids, weights = step(generator, 2)
         out = experts.run(0, x, ids, weights)
         assert torch.equal(out, ops.moe(x, ids, weights, pool[0].gate_up, pool[0].down, "silu"))

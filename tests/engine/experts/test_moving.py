@@ -244,7 +244,7 @@ def test_experts_fetched_after_a_failure_survive_the_next(world, monkeypatch, ow
                 world.rebuild(expert_bytes=size)
         for key in tiered.slots.resident:
             tiered.pool.read(key, truth, 0)
-            for held, want in zip(tensors(tiered._arena.bank), tensors(truth), strict=True):
+            for held, want in zip(tensors(tiered.arena.bank), tensors(truth), strict=True):
                 assert torch.equal(held[tiered.slots.where[key]], want[0]), f"expert {key} is not what the pool holds"
         for key in tiered.fetch(key for key in range(tiered.most) if key not in tiered.slots.resident):
             assert tiered.receive(key)

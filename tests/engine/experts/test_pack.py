@@ -7,7 +7,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from engine.experts.executor import Tier, TieredExperts, Unreadable
+from engine.experts.call import Unreadable
+from engine.experts.executor import Tier, TieredExperts
 from engine.experts.filepool import Pack
 from engine.experts.grouped import share_out
 from engine.experts.pack import BLOCK, PackError, read_index, write_pack
@@ -60,7 +61,7 @@ def test_a_pool_twice_the_memory_gives_the_same_bits(tmp_path, name: str, kind: 
             x, ids, weights = step(generator, batch, kind)
             want = ops.moe(x, ids, weights, pool[layer].gate_up, pool[layer].down, "silu")
             assert torch.equal(experts.run(layer, x, ids, weights), want)
-    assert experts._arena._room.slots == slots
+    assert experts.arena._room.slots == slots
     assert experts.slots.counts.fetched > LAYERS * EXPERTS / 2
     experts.close()
 
@@ -220,7 +221,7 @@ def test_a_move_that_fails_for_one_kind_is_undone_for_all(tmp_path, monkeypatch)
     before = [part.capacity for part in experts.parts]
     last, real = experts.parts[-1], Room.resize
     with monkeypatch.context() as patch:
-        patch.setattr(Room, "resize", lambda room, n: 1 / 0 if room is last._arena._room and n > room.slots else real(room, n))
+        patch.setattr(Room, "resize", lambda room, n: 1 / 0 if room is last.arena._room and n > room.slots else real(room, n))
         with pytest.raises(ZeroDivisionError):
             experts.resize(experts.most)
     assert [part.capacity for part in experts.parts] == before

@@ -80,7 +80,7 @@ def test_a_right_prediction_is_there_when_it_is_asked_for() -> None:
 
 def test_a_wrong_prediction_makes_way_for_what_is_asked_for() -> None:
     world, begun, go_on = World(EXPERTS), threading.Event(), threading.Event()
-    put = world.experts._arena.put
+    put = world.experts.arena.put
 
     def slow(key: int, slot: int) -> int:
         if key >= EXPERTS:
@@ -88,13 +88,13 @@ def test_a_wrong_prediction_makes_way_for_what_is_asked_for() -> None:
             go_on.wait(10)
         return put(key, slot)
 
-    world.experts._arena.put = slow
+    world.experts.arena.put = slow
     world.oracle.says = [9, 10, 11]
     world.run(0, *one_token(world, [0, 1, 2]))
-    assert world.experts._coming == {EXPERTS + 9, EXPERTS + 10, EXPERTS + 11}
+    assert world.experts.coming == {EXPERTS + 9, EXPERTS + 10, EXPERTS + 11}
     assert begun.wait(10)
     world.experts.drop_wrong([EXPERTS + 3, EXPERTS + 4, EXPERTS + 5])
-    assert world.experts._coming == {EXPERTS + 9}, "what has begun is let through"
+    assert world.experts.coming == {EXPERTS + 9}, "what has begun is let through"
     go_on.set()
     world.oracle.says = []
     world.run(1, *one_token(world, [3, 4, 5]))

@@ -25,7 +25,7 @@ def test_ahead_exactly_when_it_is_expected_to_be_faster(rows: int, experts: int,
     prefill, own = Prefill(), 4e-3
     assert not prefill.copy_ahead(rows, absent, experts, 8, seconds), "nothing is decided before a layer was timed"
     prefill.observe(rows, own)
-    on_demand = own + absent * expected_distinct(rows, experts, 8) / experts * seconds
+    on_demand = own + max(1.0, absent * expected_distinct(rows, experts, 8) / experts) * seconds
     assert prefill.copy_ahead(rows, absent, experts, 8, seconds) == (absent > 0 and max(own, absent * seconds) < on_demand)
 
 
@@ -36,6 +36,16 @@ def test_a_tool_result_is_fetched_on_demand_and_a_chunk_streams() -> None:
         prefill.observe(rows, seconds)
     assert [prefill.copy_ahead(rows, 128, 128, 8, 0.4e-3) for rows in (1, 20, 64, 512)] == [False, False, True, True]
     assert prefill.crossing(128, 8, 0.4e-3) == 64
+
+
+def test_a_link_that_hardly_idles_needs_no_copying_ahead() -> None:
+    """On demand the experts are computed while others come: what is left to hide is the time in which none comes."""
+    prefill = Prefill()
+    prefill.observe(20, 4e-3)
+    assert prefill.idle_seconds(20) == 4e-3 and prefill.copy_ahead(20, 64, 64, 8, 0.1e-3)
+    for _ in range(60):
+        prefill.observe_idle(20, 0.2e-3)
+    assert prefill.idle_seconds(20) < 0.21e-3 and not prefill.copy_ahead(20, 64, 64, 8, 0.1e-3)
 
 
 def test_times_are_averaged_by_size() -> None:
@@ -81,7 +91,7 @@ def test_a_step_that_breaks_leaves_nothing_on_its_way() -> None:
                 pass
             else:
                 raise AssertionError("the failure was swallowed")
-            assert not experts._coming and experts.slots.room() == 2 * EXPERTS
+            assert not experts.coming and experts.slots.room() == 2 * EXPERTS
 
 
 def test_rates_follow_slowly_and_only_from_what_was_overlapped() -> None:
