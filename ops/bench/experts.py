@@ -3,9 +3,10 @@
 
     ops/bench/experts.py [--kind BF16] [--link 2] [--out docs/results/NAME.json]
 
-Decode: rates are calibrated first (kernel time by number of experts alone and beside the link, the link itself); then random
-routing with measured locality runs through the real control code, and every layer's time is predicted from its hits, misses and
-fetches. Prefill: the same chunk with whole layers ahead, on demand, and as the executor chooses.
+Decode: in turns, rates are calibrated (kernel time by number of experts alone and beside the link, the link itself, the control
+code) and random routing with measured locality runs through the real control code; every layer's time is predicted from its hits,
+misses and fetches by the rates of the same turn. Prefill: the same chunk with whole layers ahead, on demand, and as the executor
+chooses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,27 +39,31 @@ from engine.experts.split import Rates  # noqa: E402
 from engine.experts.trace import measure_locality, synthesize  # noqa: E402
 from engine.nn.experts import Bank  # noqa: E402
 
+TURNS = 10  # of calibrating and running: a machine changes what it gives from one second to the next
+LINKED = 16  # experts copied to measure the link by itself
+BETWEEN_S = 2e-4  # at least, between two layers' kernels: the pool's threads are asleep by then and have to be woken
 COLD = 10  # steps thrown away: first touch of the arena's pages, an empty cache
 LOCALITY = {"zipf": 0.6, "stick": 0.3}  # near what the demo model's own routing measures
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an expert kernel: `call` + experts * `expert`."""
+    """Seconds of an expert kernel by number of experts: measured for some, on a line between those."""
 
-    call: float
-    expert: float
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
 
     def __call__(self, experts: int) -> float:
-        return self.call + experts * self.expert if experts else 0.0
+        return float(np.interp(experts, (0, *self.counts), (0.0, *self.seconds)))
+
+    @property
+    def expert(self) -> float:
+        """Of one of many."""
+        return self.seconds[-1] / self.counts[-1]
 
 
-def fit(time_of: Callable[[int], float], counts: tuple[int, ...]) -> Cost:
-    """Least squares of a line through median times."""
-    times = [time_of(n) for n in counts]
-    mean_n, mean_t = statistics.mean(counts), statistics.mean(times)
-    slope = sum((n - mean_n) * (t - mean_t) for n, t in zip(counts, times, strict=True)) / sum((n - mean_n) ** 2 for n in counts)
-    return Cost(max(0.0, mean_t - slope * mean_n), slope)
+def measure(time_of: Callable[[int], float], counts: tuple[int, ...]) -> Cost:
+    return Cost(counts, tuple(time_of(n) for n in counts))
 
 
 def held_as_loaded(bank: Bank) -> Bank:
@@ -66,6 +72,14 @@ def held_as_loaded(bank: Bank) -> Bank:
     for expert in range(bank.experts):
         copy_expert(bank, expert, room, expert)
     return room
+
+
+def pause() -> float:
+    """Busy with something else for as long as the control code is; returns the time."""
+    until = time.perf_counter() + BETWEEN_S
+    while (now := time.perf_counter()) < until:
+        pass
+    return now
 
 
 class Bench:
@@ -79,7 +93,7 @@ class Bench:
             for _ in range(layers)
         ]
         self.layers, self.experts, self.top_k, self.slots, self.hidden = layers, experts, top_k, slots, hidden
-        self.link, self.repeat = link, 5 if small else 25
+        self.link, self.repeat, self.warm_s = link, 5 if small else 8, 0.2 if small else 5.0
 
     def executor(self, mode: str, rates: Rates | None, slots: int | None = None) -> TieredExperts:
         tier = Tier(self.slots if slots is None else slots, mode, rates, "lru", self.link)
@@ -94,7 +108,7 @@ class Bench:
         for i in range(3 * self.repeat):
             ids = (torch.arange(i * count, (i + 1) * count) % held).int()
             bank = banks[i % len(banks)]
-            began = time.perf_counter()
+            began = pause()
             if parts:
                 self.ops.expert_rows(x.expand(count, -1).contiguous(), ids, bank.gate_up, bank.down, "silu")
             else:
@@ -106,26 +120,32 @@ class Bench:
         """Kernels on the pool and on the slots, on the pool beside the link, the link, the control code."""
         counts, keys = (1, 2, 4, self.top_k), self.layers * self.experts
         busy = self.executor("offload", None)
-        slots = [busy._arena.bank]
+        slots = [busy.arena.bank]
 
         def beside(n: int) -> float:
-            busy._link.submit([Fetch(i % keys, i % self.slots) for i in range(10_000)])
+            busy.link.submit([Fetch(i % keys, i % self.slots) for i in range(10_000)])
             took = self.kernel(n, True)
-            busy._link.cancel(range(keys))
+            busy.link.cancel(range(keys))
             return took
 
-        warm_until = time.perf_counter() + (0.2 if self.repeat < 10 else 5.0)
+        warm_until, self.warm_s = time.perf_counter() + self.warm_s, 0.0
         while time.perf_counter() < warm_until:  # an idle machine is slow for its first seconds
             self.kernel(self.top_k, False)
-        known: dict[str, object] = {"size": busy._bytes}
-        known["whole"] = fit(lambda n: self.kernel(n, False), counts)
-        known["alone"] = fit(lambda n: self.kernel(n, True), counts)
-        known["shared"] = fit(beside, counts)
-        known["fast_whole"] = fit(lambda n: self.kernel(n, False, slots), counts)
-        known["fast"] = fit(lambda n: self.kernel(n, True, slots), counts)
-        known["link"] = busy._link.bytes / busy._link.busy_s
+        known: dict[str, object] = {"size": busy.slot_bytes}
+        known["whole"] = measure(lambda n: self.kernel(n, False), counts)
+        known["alone"] = measure(lambda n: self.kernel(n, True), counts)
+        known["shared"] = measure(beside, counts)
+        known["fast_whole"] = measure(lambda n: self.kernel(n, False, slots), counts)
+        known["fast"] = measure(lambda n: self.kernel(n, True, slots), counts)
+        known["link_beside"] = busy.link.bytes / busy.link.busy_s
         busy.close()
+        lone = self.executor("offload", None, LINKED)
+        for key in lone.fetch(range(LINKED)):
+            lone.receive(key)
+        known["link"] = lone.link.bytes / lone.link.busy_s
+        lone.close()
         known["control"] = self.control_seconds("offload", self.top_k)
+        known["control_pool"] = self.control_seconds("host", 0)
         known["control_apart"] = self.control_seconds("host", self.top_k // 2)
         return known
 
@@ -136,17 +156,17 @@ class Bench:
             experts.receive(key)
         x, ids = torch.randn(1, self.hidden), torch.arange(self.top_k).int()[None]
         weights, rows = torch.full((1, self.top_k), 1 / self.top_k), x.expand(self.top_k, -1).contiguous()
-        times = []
+        slots, pool, times = self.of(experts.arena.bank), self.of(self.banks[0]), []
         for _ in range(4 * self.repeat):
-            began = time.perf_counter()
+            began = pause()
             experts.run(0, x, ids, weights)
-            whole = time.perf_counter()
-            if hits == self.top_k:
-                self.ops.moe(x, ids, weights, *self.of(experts._arena.bank))
+            whole, began_kernels = time.perf_counter() - began, pause()
+            if hits in (0, self.top_k):
+                self.ops.moe(x, ids, weights, *(slots if hits else pool))
             else:
-                self.ops.expert_rows(rows[hits:], ids[0, hits:], *self.of(self.banks[0]))
-                self.ops.expert_rows(rows[:hits], ids[0, :hits], *self.of(experts._arena.bank))
-            times.append(2 * whole - began - time.perf_counter())
+                self.ops.expert_rows(rows[hits:], ids[0, hits:], *pool)
+                self.ops.expert_rows(rows[:hits], ids[0, :hits], *slots)
+            times.append(whole - (time.perf_counter() - began_kernels))
         experts.close()
         return max(0.0, statistics.median(times[self.repeat :]))
 
@@ -158,48 +178,52 @@ class Bench:
 
     def predict(self, known: dict, hits: int, misses: int, fetched: int) -> float:
         """Seconds of a layer call. The fast side's computing is not free here: the same cores do it."""
-        rest, fill = misses - fetched, fetched * known["size"] / known["link"]
-        if not rest:
-            return known["control"] + fill + known["fast_whole"](hits + fetched)
+        rest = misses - fetched
         if not hits + fetched:
-            return known["control"] + known["whole"](rest)
-        if not fetched:
-            return known["control_apart"] + known["alone"](rest) + known["fast"](hits)
-        slower = known["shared"].expert / known["alone"].expert  # while the link runs
-        own = known["shared"](rest) + slower * known["fast"](hits)
-        beside = own if own <= fill else fill + (own - fill) / slower
-        return known["control_apart"] + max(beside, fill) + known["fast"](fetched)
+            return known["control_pool"] + known["whole"](rest)
+        if not misses:
+            return known["control"] + known["fast_whole"](hits)
+        here = known["alone"](rest) + known["fast"](hits)
+        return known["control_apart"] + (self.beside_link(known, here, fetched) if fetched else here)
 
-    def decode(self, mode: str, known: dict, steps: int) -> dict[str, object]:
+    def beside_link(self, known: dict, here: float, fetched: int) -> float:
+        """Seconds of `here` seconds' computing, had the link not run, and of each fetched expert when it has come."""
+        size, computed, now, moved = known["size"], 0, 0.0, 0.0
+        slower = known["shared"].expert / known["alone"].expert
+
+        def compute(seconds: float) -> tuple[float, float]:
+            """What it takes, and the bytes that have come by then."""
+            to_come = fetched * size - moved
+            if seconds * slower <= to_come / known["link_beside"]:
+                return seconds * slower, moved + seconds * slower * known["link_beside"]
+            together = to_come / known["link_beside"]
+            return together + seconds - together / slower, fetched * size
+
+        spent, moved = compute(here)
+        now += spent
+        while computed < fetched:
+            come = int(moved / size + 1e-9)
+            if come == computed:
+                come += 1
+                now, moved = now + (come * size - moved) / known["link"], come * size
+            spent, moved = compute(known["fast"](come - computed))
+            now, computed = now + spent, come
+        return now
+
+    def decode(self, steps: int) -> tuple[list[dict], list[dict[str, object]]]:
+        """What was known in each turn, and each mode's steps beside what they should have been."""
+        turns = [self.calibrate()]
+        known = turns[0]
         rates = Rates(known["link"], known["size"] / known["alone"].expert, known["size"] / known["shared"].expert)
-        trace = synthesize(self.layers, self.experts, self.top_k, steps + COLD, seed=1, **LOCALITY)
-        experts = self.executor(mode, rates)
-        weights, times, expected = torch.full((1, self.top_k), 1 / self.top_k), [], []
-        for i, ids in enumerate(torch.from_numpy(trace.ids.astype("int32")).split(1)):
-            before, x = experts.slots.counts, torch.randn(1, self.hidden)
-            hits, misses, fetched = before.hits, before.misses, before.fetched
-            began = time.perf_counter()
-            experts.run(i % self.layers, x, ids, weights)
-            times.append(time.perf_counter() - began)
-            now = experts.slots.counts
-            expected.append(self.predict(known, now.hits - hits, now.misses - misses, now.fetched - fetched))
-        experts.close()
-        cold = COLD * self.layers
-        # medians: a step during which the host ran somebody else says nothing about the model
-        measured, predicted = (statistics.median(self.by_step(t[cold:])) for t in (times, expected))
-        c = experts.slots.counts
-        return {
-            "mode": mode,
-            "step_ms": 1e3 * measured,
-            "predicted_ms": 1e3 * predicted,
-            "error": measured / predicted - 1,
-            "miss_rate": c.misses / (c.hits + c.misses),
-            "fetched_of_misses": c.fetched / max(1, c.misses),
-            "locality": vars(measure_locality(trace)) if mode == "offload" else None,
-        }
-
-    def by_step(self, layers: list[float]) -> list[float]:
-        return [sum(layers[i : i + self.layers]) for i in range(0, len(layers), self.layers)]
+        runs = [Run(self, mode, rates, steps) for mode in ("host", "offload", "hybrid")]
+        for run in runs:
+            run.go(COLD, known)
+        for turn in range(TURNS):
+            if turn:
+                turns.append(self.calibrate())
+            for run in runs:
+                run.go(steps // TURNS, turns[-1])
+        return turns, [run.close() for run in runs]
 
     def neighbours(self, seconds: float = 2.0) -> dict[str, float]:
         """Steps of all layers in place per second, alone and with a busy process on every core; in turns."""
@@ -248,6 +272,55 @@ class Bench:
         return statistics.median(times[1:])
 
 
+class Run:
+    """Decode steps in one mode: what they took and what was predicted."""
+
+    def __init__(self, bench: Bench, mode: str, rates: Rates, steps: int) -> None:
+        self._bench, self._mode, self._experts = bench, mode, bench.executor(mode, rates)
+        self._trace = synthesize(bench.layers, bench.experts, bench.top_k, steps + COLD, seed=1, **LOCALITY)
+        self._ids = iter(torch.from_numpy(self._trace.ids.astype("int32")).split(1))
+        self._times: list[float] = []
+        self._expected: list[float] = []
+
+    def go(self, steps: int, known: dict) -> None:
+        bench, counts = self._bench, self._experts.slots.counts
+        weights = torch.full((1, bench.top_k), 1 / bench.top_k)
+        for _ in range(steps):
+            time_s = expected = 0.0
+            for layer in range(bench.layers):
+                hits, misses, fetched = counts.hits, counts.misses, counts.fetched
+                x, ids = torch.randn(1, bench.hidden), next(self._ids)
+                began = time.perf_counter()
+                self._experts.run(layer, x, ids, weights)
+                time_s += time.perf_counter() - began
+                expected += bench.predict(known, counts.hits - hits, counts.misses - misses, counts.fetched - fetched)
+            self._times.append(time_s)
+            self._expected.append(expected)
+
+    def close(self) -> dict[str, object]:
+        self._experts.close()
+        # medians: a step during which the host ran somebody else says nothing about the model
+        measured, predicted = (statistics.median(t[COLD:]) for t in (self._times, self._expected))
+        c = self._experts.slots.counts
+        return {
+            "mode": self._mode,
+            "step_ms": 1e3 * measured,
+            "predicted_ms": 1e3 * predicted,
+            "error": measured / predicted - 1,
+            "errors": self._by_turn(),
+            "miss_rate": c.misses / (c.hits + c.misses),
+            "fetched_of_misses": c.fetched / max(1, c.misses),
+            "locality": vars(measure_locality(self._trace)) if self._mode == "offload" else None,
+        }
+
+    def _by_turn(self) -> list[float]:
+        each = (len(self._times) - COLD) // TURNS
+        starts = range(COLD, COLD + TURNS * each, each)
+        return [
+            statistics.median(self._times[i : i + each]) / statistics.median(self._expected[i : i + each]) - 1 for i in starts
+        ]
+
+
 class _Always(Prefill):
     def copy_ahead(self, *_: object) -> bool:
         return True
@@ -266,25 +339,28 @@ def main() -> None:
     for link in args.link:
         bench = Bench(args.kind, layers=3, experts=32, top_k=8, slots=40, link=link * 1e9, small=args.small)
         share, own = machine.Share.start(), time.process_time()
-        known = bench.calibrate()
+        turns, decoded = bench.decode(args.steps)
+        known = turns[-1]
         rate, size = known["link"] / 1e9, known["size"]
-        print(f"link {link} GB/s ({rate:.2f} measured), expert {size / 1e6:.2f} MB, control {1e6 * known['control']:.0f} us")
+        print(
+            f"link {link} GB/s ({rate:.2f} measured), expert {size / 1e6:.2f} MB, control "
+            f"{', '.join(f'{1e6 * known[name]:.0f}' for name in ('control', 'control_pool', 'control_apart'))} us"
+        )
         for name in ("whole", "alone", "shared", "fast_whole", "fast"):
             c = known[name]
-            gbs = size / c.expert / 1e9
-            print(f"  {name:10} {1e6 * c.call:6.0f} us + {1e3 * c.expert:.3f} ms an expert = {gbs:.1f} GB/s", flush=True)
+            each = ", ".join(f"{n}: {1e3 * t:.2f}" for n, t in zip(c.counts, c.seconds, strict=True))
+            print(f"  {name:10} ms of {each}; {size / c.expert / 1e9:.1f} GB/s", flush=True)
         run = {
             "link": link,
-            "known": {k: vars(v) if isinstance(v, Cost) else v for k, v in known.items()},
-            "decode": [],
+            "known": [{k: vars(v) if isinstance(v, Cost) else v for k, v in turn.items()} for turn in turns],
+            "decode": decoded,
             "prefill": [],
         }
-        for mode in ("host", "offload", "hybrid"):
-            found = bench.decode(mode, known, args.steps)
-            run["decode"].append(found)
+        for o in decoded:
             print(
-                f"  {mode:8} step {found['step_ms']:7.2f} ms, predicted {found['predicted_ms']:7.2f} ({found['error']:+.1%}), "
-                f"misses {found['miss_rate']:.0%}, fetched {found['fetched_of_misses']:.0%} of them"
+                f"  {o['mode']:8} step {o['step_ms']:7.2f} ms, predicted {o['predicted_ms']:7.2f} ({o['error']:+.1%}; by turn "
+                f"{', '.join(f'{e:+.0%}' for e in o['errors'])}), misses {o['miss_rate']:.0%}, "
+                f"fetched {o['fetched_of_misses']:.0%} of them"
             )
         run["others"] = share.foreign(time.process_time() - own)
         print(f"  others used {run['others']:.0%} of the machine meanwhile")
