@@ -158,15 +158,15 @@ class RadixCache:
         self._leave(lease)
         self.ram.bound_ghosts()
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, newcomers: int = 0) -> list[int]:
         """`count` pages, evicting as needed. Raises OutOfPages when running sequences hold too many."""
-        self._free_pages(count)
+        self._free_pages(count, newcomers)
         return self.pool.take(count)
 
-    def _free_pages(self, count: int) -> None:
-        """Evict until `count` pages are free, or nothing more can go."""
+    def _free_pages(self, count: int, newcomers: int = 0) -> None:
+        """Evict until `count` pages are free, or nothing more can go; `newcomers`: see RamTier.free_pages."""
         if count > self.pool.free:
-            self.ram.free_pages(count)
+            self.ram.free_pages(count, newcomers)
             while self.disk is not None and self.disk.pending and count > self.pool.free:
                 if not self.disk.collect(wait_s=WRITER_WAIT_S):
                     break
@@ -290,7 +290,8 @@ class RadixCache:
                 path_to = self.tree.insert(prompt[: anchor.offset])
                 path_to[-1].kind, path_to[-1].weight = anchor.kind, anchor.weight
                 for above in path_to:
-                    above.segment = Segment.ANCHORED
+                    if above.owner == SHARED:  # of one conversation only, they are a part of it and go with it
+                        above.segment = Segment.ANCHORED
         # What the prompt matches but cannot go on from stays free to go: it may be the very room the prompt needs.
         self._lock(lease, next((n for n in path if n.end >= common), None) if common else None)
         if path:

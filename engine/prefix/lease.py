@@ -36,7 +36,8 @@ class RadixLease:
             self._cache.answering(self)
         missing = -(-tokens // self._cache.page) - len(self.pages)
         if missing > 0:
-            self.pages += self._cache.take(missing)
+            own = len(self.pages) + missing - self.match.common // self._cache.page
+            self.pages += self._cache.take(missing, own if self.segment == Segment.PROBATION else 0)
 
     def next_stop(self, start: int, end: int) -> int:
         return min((s.offset for s in self.stops if start < s.offset <= end), default=end)

@@ -100,10 +100,10 @@ class RamTier:
 
     # --- giving up
 
-    def free_pages(self, want: int) -> None:
-        """Evict until `want` pages are free or nothing more can go."""
+    def free_pages(self, want: int, newcomers: int = 0) -> None:
+        """Evict until `want` pages are free or nothing more can go; `newcomers`: how many a new conversation holds already."""
         while self.pool.free < want:
-            node = self.page_order.victim()
+            node = self.page_order.victim(newcomers)
             if node is None:
                 return
             while (below := next((c for c in node.children.values() if c.pages is not None), None)) is not None:

@@ -64,6 +64,11 @@ class Record:
     def fixed(self) -> bool:
         return self.kind in FIXED
 
+    @property
+    def anchored(self) -> bool:
+        """Tools and system text that several conversations read; of one only, they are a part of it and go with it."""
+        return self.fixed and self.owner == SHARED
+
 
 class DiskIndex:
     """Records inside `budget` bytes. `resumes_anywhere`: a record is of use without a state (pure attention)."""
@@ -99,7 +104,7 @@ class DiskIndex:
         self.records[record.id] = record
         self.next_id = max(self.next_id, record.id + 1)
         self.bytes += record.bytes
-        self.order.add(record, record.bytes, Segment.ANCHORED if record.fixed else segment)
+        self.order.add(record, record.bytes, Segment.ANCHORED if record.anchored else segment)
         parent = record.parent
         if parent is not None:
             parent.children += 1
@@ -116,7 +121,7 @@ class DiskIndex:
             each.used = max(each.used, now)
             if each.owner != session:
                 each.owner = SHARED
-            self.order.touch(each, Segment.PROTECTED)
+            self.order.touch(each, Segment.ANCHORED if each.anchored else Segment.PROTECTED)
             each = each.parent
 
     @contextmanager

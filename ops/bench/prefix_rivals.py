@@ -22,7 +22,7 @@ class PlainLru(SegmentedLru):
 class Density(SegmentedLru):
     """Lowest hits per byte and age first, as some engines score snapshots."""
 
-    def order(self):
+    def order(self, newcomers=0):
         now = len(self._lists[0])
         ranked = sorted(enumerate(self._lists[0].items()), key=lambda e: (_reads(e[1][0]) + 1) / e[1][1] / (now - e[0]))
         yield from (key for _, (key, _) in ranked)
