@@ -30,6 +30,12 @@ class Stop:
     weight: float
 
 
+def parting(depth: int, common: int, length: int) -> list[Anchor]:
+    """Where a prompt of `length` tokens that resumes at `common` parts from what was sent before, if that is far behind."""
+    worth_it = depth - common >= MIN_GAP and depth < length
+    return [Anchor(offset=depth, kind=BRANCH, weight=0.6)] if worth_it else []
+
+
 def plan(anchors: Sequence[Anchor], common: int, length: int, most: int) -> list[Stop]:
     """Stops in (common, length - 1], ascending, at most about `most`, for a prompt of `length` tokens of which `common` exist."""
     found = {

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.ipc import Anchor
-from engine.prefix.anchors import BRANCH, FIXED, MIN_GAP, plan
+from engine.prefix.anchors import FIXED, parting, plan
 from engine.prefix.base import Match, OutOfPages, Storage
 from engine.prefix.disk import DiskConfig, DiskTier
-from engine.prefix.history import History, Known
+from engine.prefix.history import History, explain
 from engine.prefix.lease import RadixLease
 from engine.prefix.pages import PagePool
 from engine.prefix.policy import Segment
@@ -120,14 +120,14 @@ class RadixCache:
         elif node.state is not None:
             self.storage.load(node.state, lease.slot)
             self.ram.state_order.touch(node, None if background else Segment.PROTECTED)
-        lease.match = self._explain(lease.match, walk, known, node, len(prompt))
+        lease.match = explain(lease.match, walk, known, node, len(prompt))
         if background:  # our own preparation proves nothing: what it adds is worth what it continues
             lease.segment = min(node.segment, Segment.PROTECTED) if node is not None else Segment.PROBATION
         else:
             if known is not None and known.grows and lease.match.common:
                 lease.segment = Segment.PROTECTED
             self._read(node, lease.session)
-        self._enter(lease, prompt, node, [*self._parting(walk, lease.match.common, len(prompt)), *anchors])
+        self._enter(lease, prompt, node, [*parting(walk.depth, lease.match.common, len(prompt)), *anchors])
         return lease
 
     def checkpoint(self, lease: RadixLease, tokens: Sequence[int], kind: str) -> None:
@@ -245,22 +245,6 @@ class RadixCache:
             self.counters["restored_tokens"] += depth - have
             return path[-1]
 
-    def _explain(self, match: Match, walk: Walk, known: Known | None, node: Node | None, length: int) -> Match:
-        """Say why `match` is not longer."""
-        common = match.common
-        lost = max(0, min(known.depth, length - 1) - common) if known else 0
-        reason = at = ""
-        if known is None:
-            reason = "first"
-        elif lost:
-            ghost = next((n for n in walk.path if n.pages is None), None)
-            reason = "no-checkpoint" if ghost is None or ghost.start >= known.depth else ghost.gone or "not-computed"
-            at = f"token[{common}]"
-        elif not known.grows:
-            reason, at = "token-mismatch", f"token[{known.depth}]"
-        anchor = f"{node.kind}@{common}" if node is not None and node.end == common and node.kind else ""
-        return Match(common, match.source, reason, at, anchor, lost, match.restore_ms)
-
     def _read(self, node: Node | None, session: str) -> None:
         """A request of `session` goes on from `node`."""
         if node is not None and self.disk is not None:
@@ -270,12 +254,6 @@ class RadixCache:
             node.segment = max(node.segment, Segment.PROTECTED)
             node.owner = node.owner if node.owner == session else SHARED
             node = node.parent
-
-    @staticmethod
-    def _parting(walk: Walk, common: int, length: int) -> list[Anchor]:
-        """Where a prompt that cannot resume close to it parts from what was sent before."""
-        worth_it = walk.depth - common >= MIN_GAP and walk.depth < length
-        return [Anchor(offset=walk.depth, kind=BRANCH, weight=0.6)] if worth_it else []
 
     def _enter(self, lease: RadixLease, prompt: np.ndarray, node: Node | None, anchors: Sequence[Anchor]) -> None:
         """Put the prompt into the tree as something sent, lock it for the lease, and plan its stops."""
@@ -303,20 +281,16 @@ class RadixCache:
     def _watch(self, match: Match, session: str, length: int) -> None:
         """Say so when the same tokens are prefilled again and again for want of room."""
         tier = self.disk or self.ram
-        row, state = max(1, self.storage.row_bytes), self.storage.state_bytes
+        row = max(1, self.storage.row_bytes)
         capacity = max(self.pool.total * self.page, self.disk.budget_bytes // row if self.disk is not None else 0)
         unread = tier.counters["evicted_unread"]
-        thrash = self._alarm.request(
-            self._clock(), session, length - match.common, match.lost, match.reason, unread=unread, capacity=capacity
-        )
+        new = length - match.common
+        thrash = self._alarm.request(self._clock(), session, new, match.lost, match.reason, unread=unread, capacity=capacity)
         if thrash is not None:
             self.counters["thrash"] += 1
-            need = max(tier.budget_bytes, self.ram.budget_bytes) + thrash.missing_tokens * row + thrash.sessions * state
-            hint = f"raise {'--kv-disk-space' if self.disk is not None else '--kv-memory'}"
-            fields = {"evicted_unread": thrash.evicted_unread, "window_s": thrash.window_s, "sessions": thrash.sessions}
-            logger.warning(
-                log_line("kv cache thrash", **fields, budget_mb=tier.budget_bytes >> 20, need_mb=need >> 20, hint=hint)
-            )
+            need = max(tier.budget_bytes, self.ram.budget_bytes) + thrash.missing_bytes(row, self.storage.state_bytes)
+            option = "--kv-disk-space" if self.disk is not None else "--kv-memory"
+            logger.warning(thrash.line(tier.budget_bytes, need, option))
 
     def _lock(self, lease: RadixLease, node: Node | None) -> None:
         held, lease.locked = lease.locked, node

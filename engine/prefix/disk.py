@@ -294,16 +294,8 @@ class DiskTier:
             age = int(max(0.0, self._clock() - record.born))
             self.counters["evicted"] += 1
             self.counters["evicted_unread"] += record.reads == 0
-            self._log(
-                "evicted",
-                tier="disk",
-                reason=why,
-                tokens=record.end,
-                hits=record.reads,
-                age_s=age,
-                stored_by=record.kind,
-                key=record.key.hex()[:16],
-            )
+            fields = {"reason": why, "tokens": record.end, "hits": record.reads, "age_s": age, "stored_by": record.kind}
+            self._log("evicted", tier="disk", **fields, key=record.key.hex()[:16])
             self.index.drop(record)
             self._used.pop(record.id, None)
             for node in record.nodes:
@@ -314,13 +306,9 @@ class DiskTier:
 
     def drop_with_children(self, record: Record, why: str) -> None:
         """Forget a record and everything that continues it."""
-        doomed = {record.id}
-        for each in sorted(self.index.records.values(), key=lambda r: r.id):
-            if each.parent is not None and each.parent.id in doomed:
-                doomed.add(each.id)
-        for each in sorted(doomed, reverse=True):
-            if each in self.index.records:
-                self.drop(self.index.records[each], why)
+        for each in self.index.with_children(record):
+            if each.alive:
+                self.drop(each, why)
 
     def _drop_state(self, record: Record) -> None:
         self.counters["states_dropped"] += 1

@@ -7,8 +7,9 @@ figure may fall short after long times, never claim too much.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.prefix.base import Match
 from engine.prefix.radix import Node, Walk
 
 MARKS = 64  # branches remembered a session: a dozen titles and sub-agents between two turns, each with what was prepared for it
@@ -21,6 +22,23 @@ class Known:
 
     depth: int
     grows: bool
+
+
+def explain(match: Match, walk: Walk, known: Known | None, node: Node | None, length: int) -> Match:
+    """`match`, resumed at `node`, of a prompt of `length` tokens: with what of `known` is lost, and why it is not longer."""
+    common = match.common
+    lost = max(0, min(known.depth, length - 1) - common) if known else 0
+    reason = at = ""
+    if known is None:
+        reason = "first"
+    elif lost:
+        ghost = next((n for n in walk.path if n.pages is None), None)
+        reason = "no-checkpoint" if ghost is None or ghost.start >= known.depth else ghost.gone or "not-computed"
+        at = f"token[{common}]"
+    elif not known.grows:
+        reason, at = "token-mismatch", f"token[{known.depth}]"
+    anchor = f"{node.kind}@{common}" if node is not None and node.end == common and node.kind else ""
+    return replace(match, reason=reason, at=at, anchor=anchor, lost=lost)
 
 
 class History:

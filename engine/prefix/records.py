@@ -151,6 +151,14 @@ class DiskIndex:
         old = [r for r in self.records.values() if r.used < before]
         return sorted(old, key=lambda r: -r.start)
 
+    def with_children(self, record: Record) -> list[Record]:
+        """`record` and everything that continues it, children before their parents: a parent's id is always the smaller one."""
+        found = {record.id: record}
+        for each in sorted(self.records.values(), key=lambda r: r.id):
+            if each.parent is not None and each.parent.id in found:
+                found[each.id] = each
+        return sorted(found.values(), key=lambda r: -r.id)
+
     def useless(self, record: Record | None) -> bool:
         """Rows that no state and no later record can use."""
         return record is not None and not (self.resumes_anywhere or record.state_bytes or record.children)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from engine.protocol import log_line
+
 TURNOVERS = 2  # cache fulls of prefill in the window; one in two repeated
 WINDOW_S = 3600.0  # older work says nothing about now
 SILENCE_S = 600.0  # between two alarms: a storm is said, not shouted
@@ -27,6 +29,21 @@ class Thrash:
     window_s: int
     sessions: int  # that lost something
     missing_tokens: int  # the most each of them lost at one time, summed
+
+    def missing_bytes(self, row_bytes: int, state_bytes: int) -> int:
+        return self.missing_tokens * row_bytes + self.sessions * state_bytes
+
+    def line(self, budget: int, need: int, option: str) -> str:
+        """The log line; `need` bytes instead of `budget` would have kept what was asked for again."""
+        return log_line(
+            "kv cache thrash",
+            evicted_unread=self.evicted_unread,
+            window_s=self.window_s,
+            sessions=self.sessions,
+            budget_mb=budget >> 20,
+            need_mb=need >> 20,
+            hint=f"raise {option}",
+        )
 
 
 @dataclass(frozen=True)
