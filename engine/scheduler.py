@@ -278,7 +278,8 @@ class Scheduler:
     def _open(self, seq: Sequence) -> Lease:
         """Raises OutOfPages, holding nothing."""
         r = seq.request
-        lease = self._prefix.open(seq.tokens, session=r.session, anchors=r.anchors, reuse=seq.reuse, background=seq.background)
+        options = {"reuse": seq.reuse, "background": seq.background, "most": seq.most(self.limits.max_context)}
+        lease = self._prefix.open(seq.tokens, session=r.session, anchors=r.anchors, **options)
         try:
             lease.grow(len(lease.tokens))  # a stored spelling may be longer than the prompt's own
         except OutOfPages:

@@ -21,6 +21,8 @@ from engine.protocol import MoorageUsage, log_line
 
 log = logging.getLogger(__name__)
 
+ANSWER_ROOM = 1024  # tokens: a long tool call; a stored spelling is a few tokens longer than the prompt's own
+
 _TOKEN = re.compile(r"token\[(\d+)\]")
 
 
@@ -161,6 +163,12 @@ class Sequence:
     def reuse(self) -> bool:
         """May tokens computed for others be used? Not when the logits of the prompt itself are wanted."""
         return self.request.cache and self.request.prompt_logprobs is None
+
+    def most(self, max_context: int) -> int:
+        """Tokens another spelling of `tokens` may have: the answer keeps the length asked for, or, where only the context ends
+        it, enough of it."""
+        left = self.limit - self.sampled
+        return max_context - (left if len(self.tokens) + left < max_context else min(left, ANSWER_ROOM))
 
     def adopt(self, lease: Lease, max_context: int) -> None:
         """Take a lease, its spelling of the tokens and what it found computed."""

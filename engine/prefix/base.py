@@ -69,11 +69,13 @@ class PrefixCache(Protocol):
         anchors: Sequence[Anchor],
         reuse: bool = True,
         background: bool = False,
+        most: int | None = None,
     ) -> Lease:
         """Match `tokens` and pin the deepest usable prefix, at most `len(tokens) - 1` (one token must be computed for logits).
 
         The slot holds the state at `match.common` (zeros at 0) on return. `reuse=False` neither matches nor keeps anything.
         `background`: work of our own, which does not count as use of what it matches.
+        `most`: tokens the lease's spelling may have (None: any number); a longer one leaves less room for the answer.
         Raises OutOfPages when no state slot, or no page for the copied tail, is free.
         """
 

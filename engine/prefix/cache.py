@@ -89,6 +89,7 @@ class RadixCache:
         anchors: Sequence[Anchor],
         reuse: bool = True,
         background: bool = False,
+        most: int | None = None,
     ) -> RadixLease:
         if not self.slots.free:
             raise OutOfPages(f"all {self.slots.total} sequence slots are in use")
@@ -101,7 +102,7 @@ class RadixCache:
         if self.disk is not None:
             self.disk.tick()
         sent = prompt
-        prompt, anchors = self._spelled(prompt, anchors)
+        prompt, anchors = self._spelled(prompt, anchors, most)
         spelled = list(tokens) if prompt is sent else prompt.tolist()
         walk = self.tree.walk(prompt)
         known = self.history.known(session, walk, len(prompt))
@@ -173,10 +174,13 @@ class RadixCache:
 
     # --- matching
 
-    def _spelled(self, prompt: np.ndarray, anchors: Sequence[Anchor]) -> tuple[np.ndarray, Sequence[Anchor]]:
-        """The prompt in the spelling of what is stored, where that saves computing; the anchors moved along."""
+    def _spelled(self, prompt: np.ndarray, anchors: Sequence[Anchor], most: int | None) -> tuple[np.ndarray, Sequence[Anchor]]:
+        """The prompt as what is stored spells it, where that saves computing and fits `most`; the anchors moved along."""
         found = self._text_keys.respell(self.tree, prompt) if self._text_keys is not None else None
         if found is None:
+            return prompt, anchors
+        if most is not None and len(found.tokens) > most:
+            self.counters["respelled_too_long"] += 1
             return prompt, anchors
         disk = self.disk is not None
         _, plain = self._usable(self.tree.walk(prompt), len(prompt) - 1, disk=disk)

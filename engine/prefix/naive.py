@@ -52,7 +52,7 @@ class NaivePrefixCache:
         self.free_pages = list(range(pages))[::-1]
         self.free_slots = list(range(slots))[::-1]
 
-    def open(self, tokens: Sequence[int], *, session: str, anchors: Sequence[Anchor], **more: bool) -> NaiveLease:
+    def open(self, tokens: Sequence[int], *, session: str, anchors: Sequence[Anchor], **more: object) -> NaiveLease:
         if not self.free_slots:
             raise OutOfPages("no free state slot")
         slot = self.free_slots.pop()

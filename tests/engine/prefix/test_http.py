@@ -175,6 +175,26 @@ async def test_text_keys_match_another_spelling_and_not_forged_special_tokens(mo
         assert usage["common"] <= sampled["prompt_tokens"] - 4, "special-token text in content matched a special token"
 
 
+async def test_a_longer_spelling_never_shortens_the_answer(model: Path) -> None:
+    """What was sampled in letters is found by its text, unless the answer that was asked for would not fit behind it."""
+    said, context = "The quick brown fox reads a file.", 512
+    async with serving(model, max_context=context) as server:
+        tokenizer = server.service.text.tokenizer
+        letters, plain = [tokenizer.encode_plain(c)[0] for c in said], tokenizer.encode_plain(said)
+        assert tokenizer.decode(letters) == said and len(plain) < len(letters)
+        prompt = [(7 * i * i + 3 * i) % 690 for i in range(100)]
+        server.say(letters)
+        await server.complete(prompt, max_tokens=len(letters))
+        again = [*prompt, *plain, 5]
+        longest = context - len(again)
+        fits = longest - (len(letters) - len(plain))
+        for asked in (fits, fits + 1, longest):
+            usage = (await server.complete(again, max_tokens=asked, ignore_eos=True, logprobs=0))["usage"]
+            assert usage["completion_tokens"] == asked, (asked, usage)
+            spelled = usage["moorage"]["prompt"] > len(again)
+            assert spelled == (asked == fits) and usage["moorage"]["common"] >= len(prompt) - 1 + spelled * (len(letters) - 1)
+
+
 async def test_control_over_http(model: Path, tmp_path: Path) -> None:
     async with serving(model, kv_disk=str(tmp_path / "kv")) as server:
         messages = await conversation(server, 2)

@@ -81,6 +81,17 @@ def test_a_spelling_that_is_only_on_disk_is_found(tmp_path: Path) -> None:
     assert lease.match.source == "disk" and lease.match.common == 25
 
 
+@pytest.mark.parametrize(("most", "common"), [(12, 1), (13, 1), (14, 12), (None, 12)])
+def test_a_spelling_that_does_not_fit_is_not_used(most: int | None, common: int) -> None:
+    cache = keyed(False)
+    Sequence_(cache, [END, *[1, 2, 3] * 4]).run().close()
+    prompt = [END, 6, 6, 6, 6, 1]
+    lease = cache.open(prompt, session="s", anchors=(), most=most)
+    assert lease.match.common == common + (common == 12) and spell(lease.tokens) == spell(prompt)
+    assert lease.tokens == prompt if common == 1 else len(lease.tokens) == 14
+    assert cache.counters["respelled_too_long"] == (common == 1)
+
+
 tokens = st.lists(st.integers(1, 11), min_size=1, max_size=14)
 
 
