@@ -67,7 +67,7 @@ class DiskTier:
         self._used: dict[int, Record] = {}  # read since the last Use frames
         self._unwritten = Unwritten(tree, self._resumable)
         self._store = store
-        with no_garbage_collection():
+        with no_garbage_collection(lambda: len(self.index.records)):
             self._load(store.load())
         store.sweep(set(self.index.records), clock() - config.ttl_s)
         self._expire()
