@@ -174,7 +174,10 @@ class Bench:
         return {**found, "share": found["load_bytes_per_s"] / found["sequential_bytes_per_s"]}
 
     def decode(self, calls: list, blocks: int = 4) -> dict[str, dict]:
-        """Without and with predictions in turns, after a first half that only fills the slots."""
+        """Without and with predictions in turns, after a first half that only fills the slots.
+
+        The host keeps some of what was read: who goes first changes from turn to turn.
+        """
         oracle = Oracle(self.args.predicted, self.experts)
         ways = {"decode": (self.executor(0.5), None), "decode, predicted": (self.executor(0.5, oracle), oracle)}
         size, half = len(calls) // 2 // blocks // LAYERS * LAYERS, len(calls) // 2
@@ -182,7 +185,7 @@ class Bench:
         for experts, own in ways.values():
             drive(experts, calls[:half], own)
         for block in range(blocks):
-            for name, (experts, own) in ways.items():
+            for name, (experts, own) in sorted(ways.items(), reverse=block % 2 == 1):
                 before = self.look()
                 part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
                 rate = (before + self.look()) / 2
@@ -198,14 +201,18 @@ class Bench:
         middle["decode, predicted"]["predictions"] = ways["decode, predicted"][0].status()["predictions"]
         return middle
 
-    def in_memory(self, calls: list) -> float:
-        """Milliseconds of a token whose experts all lie in slots."""
+    def in_memory(self, calls: list) -> dict[str, float]:
+        """Milliseconds of a token whose experts all lie in slots; the disk's rate while such tokens are computed."""
         experts = self.executor(1.0)
         experts.preload(lambda size: None)
         drive(experts, calls[: len(calls) // 2])
-        found = drive(experts, calls[len(calls) // 2 :])
+        found = {"in_memory_ms": drive(experts, calls[len(calls) // 2 :])["ms_per_token"]}
+        reading = threading.Thread(target=lambda: found.update(disk_beside=disk_rate(self.pool, self.seconds)))
+        reading.start()
+        while reading.is_alive():
+            drive(experts, calls[:LAYERS])
         experts.close()
-        return found["ms_per_token"]
+        return found
 
     def prefill(self, chunks: list) -> tuple[dict, TieredExperts]:
         experts = self.executor(0.5)
@@ -259,9 +266,11 @@ def main() -> None:
         calls, chunks = bench.decode_calls(), bench.chunk_calls()
         share, own = machine.Share.start(), time.process_time()
         out |= bench.decode(calls)
-        out["in_memory_ms"] = bench.in_memory(calls)
+        out |= bench.in_memory(calls)
         out["prefill"], experts = bench.prefill(chunks)
         out["others"] = share.foreign(time.process_time() - own)
+        alone = statistics.median(bench.disk) / 1e9
+        print(f"the disk gives {alone:.2f} GB/s, {out['disk_beside'] / 1e9:.2f} while the processor computes in memory")
         print(f"others used {out['others']:.0%} of the machine meanwhile")
         for name in ("decode", "decode, predicted", "prefill"):
             o = out[name]
