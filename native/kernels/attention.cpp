@@ -33,9 +33,16 @@ static const uint16_t* whole_rows(const uint16_t* from, int rows, int dim, uint1
 
 constexpr int SIDE = NREG == 1 ? 4 : 2; // queries, and keys, whose products are in registers together
 
-// score[q][i] = query q times key i for keys [first, last).
-template <int Q> static void score_page(const float* q, const uint16_t* k, int ld, int first, int last, float (*score)[PAGE]) {
+// Row i of a page that is read soon: a page's rows follow each other, but the next page lies elsewhere and no hardware stream leads there.
+static void come_nearer(const uint16_t* page, int ld, int i) {
+    for (int d = 0; page && d < ld; d += 32) __builtin_prefetch(page + i * ld + d, 0, 2);
+}
+
+// score[q][i] = query q times key i for keys [first, last). The rows of `soon` come nearer meanwhile.
+template <int Q>
+static void score_page(const float* q, const uint16_t* k, int ld, int first, int last, const uint16_t* soon, float (*score)[PAGE]) {
     for (int i = first; i < last; i += SIDE) {
+        for (int n = i; n < i + SIDE && n < last; n++) come_nearer(soon, ld, n);
         const uint16_t* row[SIDE];
         for (int n = 0; n < SIDE; n++) row[n] = k + (i + n < last ? i + n : last - 1) * ld;
         F acc[4 * Q];
@@ -57,11 +64,13 @@ template <int Q> static void score_page(const float* q, const uint16_t* k, int l
 }
 
 // values = keep values + sum of p[i] v[i], i in [first, last), for D sixteens of the head.
-template <int Q, int D> static void add_values(const float (*p)[PAGE], const float* keep, const uint16_t* v, int ld, int first, int last, int at, Fold* f) {
+template <int Q, int D>
+static void add_values(const float (*p)[PAGE], const float* keep, const uint16_t* v, int ld, int first, int last, int at, const uint16_t* soon, Fold* f) {
     F acc[Q][D];
     for (int m = 0; m < Q; m++)
         for (int d = 0; d < D; d++) acc[m][d] = zero();
     for (int i = first; i < last; i++) {
+        if (at == 0) come_nearer(soon, ld, i);
         F value[D];
         for (int d = 0; d < D; d++) value[d] = load_bf16(v + i * ld + at + 16 * d);
         for (int m = 0; m < Q; m++) {
@@ -76,12 +85,14 @@ template <int Q, int D> static void add_values(const float (*p)[PAGE], const flo
         }
 }
 
-// One page into the running softmax of Q queries that see the same keys [first, last) of it.
-template <int Q> static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, int ld, int first, int last, Fold* f) {
+// One page into the running softmax of Q queries that see the same keys [first, last) of it. `next`: the keys that are read after it,
+// or null; only the first queries of a page have it.
+template <int Q>
+static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, int ld, int first, int last, const uint16_t* next, Fold* f) {
     float score[Q][PAGE], keep[Q];
     for (int m = 0; m < Q; m++)
         for (int i = 0; i < PAGE; i++) score[m][i] = -INFINITY;
-    score_page<Q>(q, k, ld, first, last, score);
+    score_page<Q>(q, k, ld, first, last, next ? v : nullptr, score);
     for (int m = 0; m < Q; m++) {
         F most = load(score[m]);
         for (int i = 16; i < PAGE; i += 16) most = max(most, load(score[m] + i));
@@ -97,24 +108,26 @@ template <int Q> static void attend_page(const float* q, const uint16_t* k, cons
         f[m].total = f[m].total * keep[m] + sum(total);
     }
     int d = 0;
-    for (; d + 16 * SIDE <= ld; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, f);
-    for (; d < ld; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, f);
+    for (; d + 16 * SIDE <= ld; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, next, f);
+    for (; d < ld; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, next, f);
 }
 
 // All queries of a task; those of one token see the same keys.
-static void attend_queries(const AttentionJob& j, const AttentionTask& t, const float* q, const uint16_t* k, const uint16_t* v, int64_t page, Fold* f) {
+static void attend_queries(const AttentionJob& j, const AttentionTask& t, const float* q, const uint16_t* k, const uint16_t* v, int64_t page,
+                           const uint16_t* next, Fold* f) {
     const int ld = whole(j.dim), group = j.heads / j.kv_heads;
     for (int token = 0; token < t.nt; token++) {
         int first, last, i = token * group;
         visible(j, t.position + token, page, first, last);
         if (first >= last) continue;
-        for (; i + SIDE <= (token + 1) * group; i += SIDE) attend_page<SIDE>(q + i * ld, k, v, ld, first, last, f + i);
+        for (; i + SIDE <= (token + 1) * group; i += SIDE, next = nullptr) attend_page<SIDE>(q + i * ld, k, v, ld, first, last, next, f + i);
         switch ((token + 1) * group - i) {
-        case 3: attend_page<SIDE == 4 ? 3 : 1>(q + i * ld, k, v, ld, first, last, f + i); break;
-        case 2: attend_page<2>(q + i * ld, k, v, ld, first, last, f + i); break;
-        case 1: attend_page<1>(q + i * ld, k, v, ld, first, last, f + i); break;
+        case 3: attend_page<SIDE == 4 ? 3 : 1>(q + i * ld, k, v, ld, first, last, next, f + i); break;
+        case 2: attend_page<2>(q + i * ld, k, v, ld, first, last, next, f + i); break;
+        case 1: attend_page<1>(q + i * ld, k, v, ld, first, last, next, f + i); break;
         default: break;
         }
+        next = nullptr;
     }
 }
 
@@ -146,9 +159,11 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
             visible(j, t.position, page, first, unused);                // the first query sees furthest back
             visible(j, t.position + t.nt - 1, page, unused, last);      // the last one furthest ahead
             if (last <= first) continue;
-            const int64_t offset = ((int64_t)t.pages[page] * j.kv_heads + t.kv_head) * PAGE * j.dim;
+            const auto at = [&](int64_t p) { return ((int64_t)t.pages[p] * j.kv_heads + t.kv_head) * PAGE * j.dim; };
+            const bool more = page + 1 < (int64_t)t.span1 * SPAN_PAGES && (page + 1) * PAGE < t.position + t.nt;
+            const int64_t offset = at(page);
             const uint16_t *k = whole_rows(j.k + offset, last, j.dim, k_copy), *v = whole_rows(j.v + offset, last, j.dim, v_copy);
-            attend_queries(j, t, q, k, v, page, span);
+            attend_queries(j, t, q, k, v, page, j.k + (more ? at(page + 1) : offset), span);
         }
         for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], ld);
     }
