@@ -119,12 +119,14 @@ class Rate:
 class Worker:
     """The loop over a built model."""
 
-    def __init__(self, channel: Channel, parts: Parts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, channel: Channel, parts: Parts, clock: Callable[[], float] = time.monotonic, promise: Promise | None = None
+    ) -> None:
         self._channel, self._parts, self._clock = channel, parts, clock
         self._scheduler = Scheduler(parts.prefix, parts.limits, clock, parts.grammars)
         self._runner = Runner(parts.forward)
         self._born = clock()
-        self._memory = Elastic(stores_of(parts, self._scheduler), promise=Promise())
+        self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise)
         self._context = parts.limits.max_context  # as the API process was told
         self._broken = 0
         self._prefilled, self._decoded = Rate(), Rate()
@@ -288,7 +290,7 @@ def serve(config: EngineConfig, sock: socket.socket, build: Build) -> int:
         log.exception("loading failed")
         channel.send([Failed(message=f"loading {config.model} failed: {type(problem).__name__}: {problem}")])
         return 1
-    worker = Worker(channel, parts)
+    worker = Worker(channel, parts, promise=Promise())
     signal.signal(signal.SIGTERM, lambda *_: worker._stop())
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     channel.send([ready(parts, parts.limits.max_context)])
