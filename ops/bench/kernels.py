@@ -30,16 +30,19 @@ COLD_BYTES = 400 << 20  # weights that rotate: several times a usual last-level 
 SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)}
 SIZES |= {"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110)}
 SIZES |= {"IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136)}
+FILL = {"MXFP4": 0x77}
 SIZES |= {"MXFP4": (32, 17), "NVFP4": (64, 36), "NVFP4_SCALED": (128, 76), "F8_E4M3": (128, 132)}
 
 
 def weight(kind: str, *shape: int):
-    """A weight of random small numbers; block formats get one finite block repeated (speed does not depend on the values)."""
+    """A weight of small numbers; block formats get one byte repeated, of usual size everywhere: subnormal products are slow."""
     if kind in ("BF16", "F16", "F32"):
         dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[kind]
         return torch.full(shape, 0.01, dtype=dtype)
     elements, size = SIZES[kind]
-    return Quant(torch.full((*shape[:-1], shape[-1] // elements * size), 0x11, dtype=torch.uint8), kind, shape[-1])
+    return Quant(
+        torch.full((*shape[:-1], shape[-1] // elements * size), FILL.get(kind, 0x11), dtype=torch.uint8), kind, shape[-1]
+    )
 
 
 def size_of(w) -> int:
