@@ -24,9 +24,12 @@ class Line(logging.Formatter):
         self._second, self._date = 0, ""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        if (second := int(record.created)) != self._second:
+        return self.date(record.created)
+
+    def date(self, at: float) -> str:
+        if (second := int(at)) != self._second:
             self._second, self._date = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        return f"{self._date},{int(record.msecs):03d}"
+        return f"{self._date},{int((at - second) * 1000):03d}"
 
 
 class LineHandler(logging.StreamHandler):
@@ -34,20 +37,29 @@ class LineHandler(logging.StreamHandler):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__(stream)
-        self.setFormatter(Line())
+        self._line = Line()
+        self.setFormatter(self._line)
         self._lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(self.format(record) + self.terminator)
-            if record.levelno >= logging.WARNING or len(self._lines) >= BATCH_LINES:
+            self._add(record.levelno, self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def say(self, level: int, name: str, text: str) -> None:
+        """What `emit` does with a record that has nothing but these."""
+        self._add(level, f"{self._line.date(time.time())} {logging.getLevelName(level)} {name} {text}")
+
+    def _add(self, level: int, line: str) -> None:
+        try:
+            self._lines.append(line + self.terminator)
+            if level >= logging.WARNING or len(self._lines) >= BATCH_LINES:
                 self.flush()
             elif len(self._lines) == 1:
                 asyncio.get_running_loop().call_later(BATCH_S, self.flush)
         except RuntimeError:  # no loop runs in this thread
             self.flush()
-        except Exception:
-            self.handleError(record)
 
     def flush(self) -> None:
         with self.lock:
@@ -62,3 +74,15 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[LineHandler()])
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # the switch that logging's own documentation names for this
+
+
+def say(log: logging.Logger, level: int, text: str) -> None:
+    """`log.log(level, text)` for the line that every request has: without a LogRecord when it would come to our handler alone."""
+    if not log.isEnabledFor(level):
+        return
+    handlers = logging.root.handlers
+    ours = handlers[0] if len(handlers) == 1 and not log.handlers and not log.filters else None
+    if type(ours) is LineHandler and log.parent is logging.root and log.propagate and not ours.level and not ours.filters:
+        ours.say(level, log.name, text)
+    else:
+        log.log(level, "%s", text)

@@ -30,6 +30,7 @@ from gateway.exchange import Exchange
 from gateway.filters import FilterFactory
 from gateway.learning import Learning
 from gateway.limits import Limits
+from gateway.log_lines import say
 from gateway.metrics import Metrics
 from gateway.policy import clamp, thinking, thinking_watch
 from gateway.policy.normalise import Normaliser
@@ -263,7 +264,8 @@ def _say(turn: Turn, answer: Answer) -> None:
     """One log line per request, more only when something went wrong."""
     level = logging.INFO if answer.outcome in ("ok", "cancelled") else logging.WARNING
     if log.isEnabledFor(level):
-        log.log(
+        say(
+            log,
             level,
             log_line(
                 "request",

@@ -5,7 +5,7 @@ import io
 import logging
 import re
 
-from gateway.log_lines import BATCH_LINES, LineHandler
+from gateway.log_lines import BATCH_LINES, LineHandler, say
 
 
 def logger(stream: io.StringIO) -> logging.Logger:
@@ -60,3 +60,27 @@ async def test_what_waits_is_written_when_logging_shuts_down() -> None:
     log.info("last words")
     logging.shutdown([lambda: log.handlers[0]])
     assert "last words" in out.getvalue()
+
+
+def test_what_is_said_reads_as_what_is_logged(monkeypatch) -> None:
+    log, out = logging.getLogger("moorage"), io.StringIO()
+    monkeypatch.setattr(logging.root, "handlers", [LineHandler(out)])
+    monkeypatch.setattr(log, "level", logging.INFO)
+    log.manager._clear_cache()
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+        log.log(level, "%s", "request 100% ok")
+        say(log, level, "request 100% ok")
+    lines = [line.split(" ", 2)[2] for line in out.getvalue().splitlines()]
+    assert lines == ["INFO moorage request 100% ok"] * 2 + ["WARNING moorage request 100% ok"] * 2
+    log.manager._clear_cache()
+
+
+def test_others_who_listen_hear_it_too(monkeypatch) -> None:
+    log, out, other, seen = logging.getLogger("moorage"), io.StringIO(), logging.Handler(), []
+    other.emit = lambda record: seen.append(record.getMessage())
+    for where in (logging.root, log):
+        with monkeypatch.context() as patch:
+            patch.setattr(logging.root, "handlers", [LineHandler(out)])
+            patch.setattr(where, "handlers", [*where.handlers, other])
+            say(log, logging.WARNING, "50% done")
+    assert seen == ["50% done"] * 2 and out.getvalue().count("WARNING moorage 50% done\n") == 2
