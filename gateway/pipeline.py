@@ -77,14 +77,16 @@ class Stretch:
         self._lock, self._held, self._since = lock, False, time.perf_counter()
 
     async def rest(self) -> None:
-        """Between two stages."""
-        if time.perf_counter() - self._since >= STRETCH_S:
+        """Between two stages, and behind the last one."""
+        over = time.perf_counter() - self._since >= STRETCH_S
+        if over:
+            await asyncio.sleep(0)  # with the lock held: what others do in this turn is nothing large
             self.give_back()
-            await asyncio.sleep(0)
-            self._since = time.perf_counter()
         if not self._held:
             await self._lock.acquire()
             self._held = True
+        if over:
+            self._since = time.perf_counter()
 
     def give_back(self) -> None:
         if self._held:
@@ -134,6 +136,7 @@ class Pipeline:
                     if turn.stream:  # waiting in line is a silence too
                         client.keep_alive(turn, answer, writer, self.config.timeouts.keepalive, self.config.timeouts.idle)
             if stretch is not None:
+                await stretch.rest()
                 stretch.give_back()
             looks = [f for make in self.filters if (f := make(turn, answer)) is not None]
             kind = Counting if isinstance(dialect, CountTokens) else Exchange

@@ -343,6 +343,22 @@ async def test_other_streams_go_on_between_the_stages_of_a_large_request(up, tmp
             assert order == want
 
 
+async def test_of_several_large_requests_one_computes_before_others_go_on(up, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.pipeline.STRETCH_S", 0.0)
+    up.script(*[Whole(message())] * 4)
+    async with Gateway(settings(up.base), tmp_path) as gw:
+        order: list[str] = []
+
+        def stage(turn):
+            order.append("stage")
+            asyncio.get_running_loop().call_soon(order.append, "others")
+            return turn
+
+        gw.app.pipeline = dataclasses.replace(gw.app.pipeline, before=(stage, *gw.app.pipeline.before, stage))
+        await asyncio.gather(*(gw.post(ask("x" * LARGE)) for _ in range(4)))
+    assert order.count("stage") == 8 and all(pair != ("stage", "stage") for pair in zip(order, order[1:], strict=False))
+
+
 async def test_a_request_that_waits_in_line_is_kept_alive_in_every_dialect(up, tmp_path) -> None:
     """While one request holds the only place, another one's line is not silent, and its refusal is an event."""
     rules = {"limits": {"concurrency": 1, "wait": 1}, "timeouts": {"keepalive": 0.1}}
