@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,8 @@ KEY = b'"messages"'
 TRIES = 4  # places where KEY may stand in tools before it stands in the body itself
 # A conversation of which so much came again has gone on, the end of it edited: agents move cache marks and reminders.
 REPLACED = 0.75
-SAMPLE = 64  # bytes compared in the middle of a conversation before it is worth a closer look
+SAMPLE = 64  # bytes compared in the middle and at the end of a conversation before it is worth a closer look
+LOOKS = 8  # closer looks a request; agents share long system prompts, and a look reads all of one
 
 T = TypeVar("T")
 
@@ -87,15 +89,27 @@ class Known:
 
     text: bytes
     messages: Messages
+    middle: bytes = b""  # SAMPLE bytes of `text`, as `end` is: to read them, and not it, is what makes looking cheap
+    end: bytes = b""
     half: bytes = b""  # of `text`; made when first asked for, as
     ends: list[int] = field(default_factory=list)  # of each message in `text`
 
+    def __post_init__(self) -> None:
+        at = len(self.text) // 2
+        self.middle, self.end = self.text[at : at + SAMPLE], self.text[-SAMPLE:]
+
+    def goes_on(self, raw: bytes, start: int) -> bool:
+        """Does all of the conversation stand in `raw` from `start` on?"""
+        end = start + len(self.text)
+        return raw[end - len(self.end) : end] == self.end and raw.startswith(self.text, start)
+
+    def may_share(self, raw: bytes, start: int) -> bool:
+        at = start + len(self.text) // 2
+        return raw[at : at + SAMPLE] == self.middle
+
     def shared(self, raw: bytes, start: int) -> int:
         """How many messages `raw` has in common, from `start` on; 0 when it has not half of the conversation in common."""
-        middle = len(self.text) // 2
-        if raw[start + middle : start + middle + SAMPLE] != self.text[middle : middle + SAMPLE]:
-            return 0
-        self.half = self.half or self.text[:middle]
+        self.half = self.half or self.text[: len(self.text) // 2]
         if not raw.startswith(self.half, start):
             return 0
         if not self.ends:
@@ -158,12 +172,13 @@ class KnownConversations:
         start = _start(raw) if self._known and len(raw) >= LONG else 0
         if not start:
             return None
-        known = max((k for k in self._known if raw.startswith(k.text, start)), key=lambda k: len(k.text), default=None)
+        known = max((k for k in self._known if k.goes_on(raw, start)), key=lambda k: len(k.text), default=None)
         if known is not None:
             count, begin = len(known.messages), known.text
         else:
-            count, known = max(((k.shared(raw, start), k) for k in self._known), key=lambda found: found[0])
-            if not count:
+            newest = islice((k for k in reversed(self._known) if k.may_share(raw, start)), LOOKS)
+            count, known = max(((k.shared(raw, start), k) for k in newest), key=lambda found: found[0], default=(0, None))
+            if known is None or not count:
                 return None
             begin = known.text[: known.ends[count - 1]]
         rest = b'%s"%s"%s' % (raw[:start], self._mark.encode(), raw[start + len(begin) :])
