@@ -153,7 +153,7 @@ class DiskTier:
 
     def _write_more(self) -> None:
         """Queue what had no room, now that there is some."""
-        while self._unwritten and not self._store.pending_pages:
+        while self._unwritten and not self._store.pending:  # each turn that is not written whole leaves some pending
             turn = self._unwritten.take()
             if turn is None:
                 self._refuse("write-queue-full")

@@ -64,15 +64,11 @@ class NoDisk:
     """`DiskStore` that finishes every job at once and keeps nothing."""
 
     directory = "nowhere"
-    pending_pages = 0
+    pending = pending_pages = 0
 
     def __init__(self) -> None:
         self._done: list[Outcome] = []
         self.errors: list[str] = []
-
-    @property
-    def pending(self) -> int:
-        return len(self._done)
 
     def load(self) -> Reading:
         return Reading([], 0)

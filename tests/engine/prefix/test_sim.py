@@ -42,6 +42,15 @@ def test_with_room_only_new_tokens_are_prefilled_and_written_once(traces: Path, 
     assert result.written_ratio <= 1.3
 
 
+@pytest.mark.timeout(60)
+def test_turns_of_more_records_than_the_writer_queues_end(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is done at once is never behind: a replay waited for ever for a queue that nothing emptied."""
+    monkeypatch.setattr("engine.prefix.disk.RECORD_BYTES", 1)
+    monkeypatch.setattr("engine.prefix.disk.MAX_JOBS", 3)
+    result = run(interleave(sessions(traces), 1), 1, SHAPES["attention"], ram_gib=4, disk_gib=64)
+    assert result.written_ratio == pytest.approx(1.0, abs=0.12)
+
+
 def test_without_room_the_alarm_fires_and_the_loss_is_named(traces: Path) -> None:
     requests = interleave(sessions(traces), 3)
     shape = SHAPES["attention"]
