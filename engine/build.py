@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
+from engine.cores import physical_cores
 from engine.experts.filepool import Pack
 from engine.experts.pack import PackError
 from engine.experts.recording import Recording
@@ -187,11 +187,12 @@ def choose_kernels(name: str, threads: int) -> Ops:
 
     Sets torch's own thread count: beside the native pool its threads would only fight for the cores.
     """
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or len(physical_cores())
     if name != "reference":
         try:
             ops = importlib.import_module("engine.kernels.cpu").CpuOps(threads)
             torch.set_num_threads(1)
+            log.info(log_line("kernels", isa=ops.isa, threads=ops.threads, bound=ops.bound))
             return ops
         except ImportError as problem:
             if name == "cpu":

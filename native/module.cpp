@@ -6,6 +6,8 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
 #include <stdexcept>
 #include <string>
 
@@ -320,13 +322,16 @@ float stream_read(Ops& ops, H data_) {
     return ops.read(t.data, t.size() * DTYPES[t.dtype].size);
 }
 
-Ops* make(int threads, const std::string& isa) {
+Ops* make(int threads, const std::string& isa, const std::vector<int>& cpus) {
     if (threads < 1 || threads > 1024) fail("threads: must be in 1..1024");
-    if (isa.empty()) return new Ops(threads, best_isa());
+    if (!cpus.empty() && cpus.size() != (size_t)threads) fail("cpus: must name one for each thread, or none");
+    for (int cpu : cpus)
+        if (cpu < 0 || cpu >= CPU_SETSIZE) fail("cpus: must be in 0.." + std::to_string(CPU_SETSIZE - 1));
+    if (isa.empty()) return new Ops(threads, best_isa(), cpus);
     for (const IsaInfo& i : ISAS)
         if (isa == i.name) {
             if (i.isa > best_isa()) fail("isa: this machine does not run " + isa);
-            return new Ops(threads, i.isa);
+            return new Ops(threads, i.isa, cpus);
         }
     fail("isa: no such instruction set: " + isa);
 }
@@ -348,7 +353,7 @@ NB_MODULE(_native, m) {
         return names;
     });
     nb::class_<Ops>(m, "Ops", "Kernels of one ISA and the worker pool they run on. Outputs are written into given tensors.")
-        .def(nb::new_(&make), nb::arg("threads"), nb::arg("isa") = "")
+        .def(nb::new_(&make), nb::arg("threads"), nb::arg("isa") = "", nb::arg("cpus") = std::vector<int>{})
         .def_prop_ro("isa", [](const Ops& o) { return ISAS[(int)o.isa()].name; })
         .def_prop_ro("threads", &Ops::threads)
         .def("linear", &linear, nb::arg("out"), nb::arg("x"), nb::arg("weight"), nb::arg("type"), nb::arg("bias").none())

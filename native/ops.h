@@ -12,7 +12,8 @@ struct Sequences {
 
 class Ops {
 public:
-    Ops(int threads, Isa isa) : isa_(isa), kernels_(kernels(isa)), pool_(threads) {}
+    Ops(int threads, Isa isa, std::vector<int> cpus = {})
+        : isa_(isa), kernels_(kernels(isa)), pool_(threads, std::move(cpus)) {}
     Isa isa() const { return isa_; }
     int threads() const { return pool_.threads(); }
 

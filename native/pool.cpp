@@ -22,7 +22,17 @@ static int spins_of(int threads) {
 }
 static constexpr uint32_t OPEN = 1u << 31;
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), spins_(spins_of(threads_)), buffers_(SLOTS + threads_ * THREAD_SLOTS), ranges_(new Range[threads_]) {}
+Pool::Pool(int threads, std::vector<int> cpus)
+    : threads_(threads < 1 ? 1 : threads), spins_(spins_of(threads_)), cpus_(std::move(cpus)),
+      buffers_(SLOTS + threads_ * THREAD_SLOTS), ranges_(new Range[threads_]) {}
+
+// A hint: a core that went away meanwhile leaves the thread where the system puts it.
+static void bind(int cpu) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
 
 Pool::~Pool() {
     if (owner_ != getpid()) {
@@ -74,6 +84,7 @@ void Pool::take(int thread) {
 }
 
 void Pool::work(int thread, uint64_t seen) {
+    if (thread < (int)cpus_.size()) bind(cpus_[thread]);
     for (;;) {
         uint64_t now;
         for (int spins = 0; (now = generation_.load(std::memory_order_acquire)) == seen;)

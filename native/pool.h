@@ -18,7 +18,8 @@ public:
     // task number, thread number (0 = caller), both from 0
     using Fn = void (*)(void* self, int64_t task, int thread);
 
-    explicit Pool(int threads);
+    // cpus: a processor for each thread, or none: the system places them. Thread 0 is the caller's and stays where it is.
+    explicit Pool(int threads, std::vector<int> cpus = {});
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -57,6 +58,7 @@ private:
     void start();
 
     const int threads_, spins_;
+    const std::vector<int> cpus_;
     int64_t owner_ = -1; // process whose threads these are: a forked child starts its own
     std::mutex mutex_;
     std::unique_ptr<std::vector<std::thread>> workers_; // null until the first job; given up, not destroyed, in a forked child

@@ -6,29 +6,25 @@ each operation are written down in `docs/kernels.md`.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from engine import _native
+from engine.cores import own_cores, physical_cores
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
 
-ABI = 1  # of the module these calls are written for (native/cpu.h)
+ABI = 2  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 class CpuOps:
     """Kernels for this machine's instruction set.
 
-    `threads` 0 means one for each core this process may use; `isa` names an older set ("base", "avx2", "avx512", "avx512vnni")
-    to run instead of the best one. Raises ValueError if the machine does not run it.
+    `threads` 0 means one for each core this process may use; each stays on its core if the cores were set apart for it.
+    `isa` names an older set ("base", "avx2", "avx512", "avx512vnni") to run instead of the best one. Raises ValueError if the
+    machine does not run it.
     """
 
     name = "cpu"
@@ -37,7 +33,10 @@ class CpuOps:
     weight_bytes = None
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
-        self._ops = _native.Ops(threads or usable_cores(), isa)
+        threads = threads or len(physical_cores())
+        cores = own_cores()
+        self.bound = len(cores) == threads  # to its cores, every thread but the caller's
+        self._ops = _native.Ops(threads, isa, cores if self.bound else [])
 
     @property
     def isa(self) -> str:
