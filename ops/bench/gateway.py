@@ -236,7 +236,7 @@ def main() -> None:
         targets = [peers.Direct(upstream.port), stack.enter_context(peers.Gateway(Path(tmp), upstream.port))]
         targets.append(stack.enter_context(peers.Bare(upstream.port)))
         if args.litellm:
-            targets.append(stack.enter_context(peers.LiteLLM(Path(tmp), upstream.port, args.litellm)))
+            targets.append(stack.enter_context(peers.LiteLLM(Path(tmp), upstream.port, args.litellm.absolute())))
         idle = {t.name: t.resident_mb() for t in targets[1:]}
         bench = Bench(stack.enter_context(peers.Client()), targets, args.seconds)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; what was measured so far follows"))
