@@ -107,27 +107,25 @@ def _machine(meminfo: Path, key: str) -> list[int]:
 
 
 def _v2(group: Path) -> Limit | None:
-    return _limit(group, "memory.max", "memory.current", "inactive_file")
+    return _limit(group, "memory.max", "memory.current", "")
 
 
 def _v1(group: Path) -> Limit | None:
-    return _limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return _limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def _limit(group: Path, most: str, used: str, droppable: str) -> Limit | None:
+def _limit(group: Path, most: str, used: str, prefix: str) -> Limit | None:
     allowed, now = _read(group / most).strip(), _read(group / used).strip()
     if not allowed.isdigit() or not now.isdigit():  # "max" means no limit
         return None
-    return Limit(int(allowed), int(now) - _reclaimable(group / "memory.stat", droppable))
+    return Limit(int(allowed), int(now) - _reclaimable(group / "memory.stat", prefix))
 
 
-def _reclaimable(stat: Path, key: str) -> int:
-    """Page cache the kernel drops before it refuses memory; counted as used by the cgroup."""
-    for line in _read(stat).splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
+def _reclaimable(stat: Path, prefix: str) -> int:
+    """Page cache the kernel drops before it refuses memory; counted as used by the cgroup. Of what was read more than once, half:
+    a checkpoint read twice goes as easily, but the pages of our own program would come back at once."""
+    lines = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
+    return int(lines.get(f"{prefix}inactive_file", 0)) + int(lines.get(f"{prefix}active_file", 0)) // 2
 
 
 def _read(path: Path) -> str:

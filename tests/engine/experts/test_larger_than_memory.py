@@ -18,8 +18,8 @@ from tests.support.tiny import make_tiny
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 512 << 20
-SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 88, "num_hidden_layers": 8, "num_experts_per_tok": 4}
+LIMIT = 600 << 20  # the interpreter with torch takes 200 MiB, and loading wants 256 of work space
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 100, "num_hidden_layers": 8, "num_experts_per_tok": 4}
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = """
 import json, sys
@@ -107,7 +107,8 @@ def test_experts_of_twice_the_memory_give_the_same_answers(packed, limited) -> N
     want = answer(model, {"kv_bytes": 1 << 24})
     assert want["peak"] > 2 * LIMIT
     with limited() as enter:
-        got = answer(model, {"kv_bytes": 1 << 24, "experts_pack": str(pack), "expert_bytes": 192 << 20}, enter)
+        got = answer(model, {"kv_bytes": 1 << 24, "experts_pack": str(pack), "expert_bytes": 160 << 20}, enter)
+        assert "refused" not in got, got["refused"]
         assert got["pool"] >= 2 * LIMIT and got["tokens"] == want["tokens"]
         assert got["peak"] < want["peak"] - got["pool"] // 2 and got["evicted"] > 0
         if limited is control_group:

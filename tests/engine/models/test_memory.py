@@ -136,13 +136,15 @@ def test_available_memory_is_the_smallest_limit(tmp_path) -> None:
     assert hostmem.available_bytes(meminfo, none) == 50 * 1024
     write(tmp_path / "v2/memory.max", "40000\n")
     write(tmp_path / "v2/memory.current", "30000\n")
-    write(tmp_path / "v2/memory.stat", "anon 5\ninactive_file 1000\n")
-    assert hostmem.available_bytes(meminfo, tmp_path / "v2") == 11000
+    write(tmp_path / "v2/memory.stat", "anon 5\ninactive_file 1000\nactive_file 400\n")
+    assert hostmem.available_bytes(meminfo, tmp_path / "v2") == 11200
     write(tmp_path / "v2/memory.max", "max\n")
     assert hostmem.available_bytes(meminfo, tmp_path / "v2") == 50 * 1024
     write(tmp_path / "v1/memory/memory.limit_in_bytes", "40000\n")
     write(tmp_path / "v1/memory/memory.usage_in_bytes", "30000\n")
     assert hostmem.available_bytes(meminfo, tmp_path / "v1") == 10000
+    write(tmp_path / "v1/memory/memory.stat", "inactive_file 7\ntotal_inactive_file 1000\ntotal_active_file 400\n")
+    assert hostmem.available_bytes(meminfo, tmp_path / "v1") == 11200
     assert hostmem.available_bytes(none, none) is None
     assert hostmem.total_bytes(meminfo, none) == 100 * 1024 and hostmem.total_bytes(meminfo, tmp_path / "v1") == 40000
 
