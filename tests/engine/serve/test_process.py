@@ -228,10 +228,14 @@ async def test_an_idle_engine_uses_no_cpu(shared) -> None:
     def ticks() -> int:
         return sum(map(int, stat_file.read_text().rsplit(")", 1)[1].split()[11:13]))
 
-    await asyncio.sleep(0.1)
-    before = ticks()
-    await asyncio.sleep(0.5)
-    assert ticks() - before <= 2  # of 50 in half a second
+    async def used() -> int:
+        before = ticks()
+        await asyncio.sleep(0.5)
+        return ticks() - before
+
+    async with asyncio.timeout(30):  # what came before may still be put away
+        while await used() > 2:  # of 50 in half a second
+            pass
 
 
 async def test_the_socket_is_private_and_removed() -> None:
