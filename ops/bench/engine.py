@@ -13,30 +13,22 @@ A round in which others used more than a tenth of it is left out of a cell's med
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
-import random
 import resource
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
+from engine_http import ROOT, Ours, Server, free_port, our_command, prompt_of, running  # noqa: E402
 
 WARM_UP = 1  # whole rounds thrown away: first touch of pages and idle clocks make the first figures lie
-PLAIN = range(256, 4096)  # token ids that are text in every vocabulary measured here
 NOISY = 0.1  # share of the machine that others used, above which a figure says little
-SHORTEST = 16  # tokens a prompt has at "depth 0"; an empty prompt is no request
 
 
 @dataclass(frozen=True)
@@ -57,49 +49,22 @@ class Sample:
     foreign: float  # share of the machine that others used, 0..1
 
 
-class Ours:
+class OverHttp:
     """Our engine behind its HTTP API."""
 
-    name = "moorage"
+    name = Ours.name
 
-    def __init__(self, port: int, pid: int, tokens: int) -> None:
-        self.port, self.pid, self.tokens = port, pid, tokens
-        self.random = random.Random(0)
-
-    def cpu_seconds(self) -> float:
-        return machine.process_seconds(machine.descendants(self.pid))
-
-    def prompt(self, size: int, seed: int | None = None) -> list[int]:
-        """Random plain tokens; the same ones for the same `seed`."""
-        source = self.random if seed is None else random.Random(seed)
-        return [source.choice(PLAIN) for _ in range(max(size, SHORTEST))]
-
-    def stream(self, prompt: list[int], count: int) -> tuple[float, float, int]:
-        """Seconds to the first and to the last token, and how many came."""
-        body = {"model": "bench", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "stream": True}
-        body["stream_options"] = {"include_usage": True}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
-        began, first, last, usage = time.perf_counter(), 0.0, 0.0, {}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise SystemExit(f"the engine answered {response.status}: {response.read(500).decode(errors='replace')}")
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            event, now = json.loads(line[6:]), time.perf_counter() - began
-            usage = event.get("usage") or usage
-            if event.get("choices"):
-                first, last = first or now, now
-        return first, last, usage["completion_tokens"]
+    def __init__(self, server: Server, tokens: int) -> None:
+        self.server, self.tokens = server, tokens
+        self.cpu_seconds = server.cpu_seconds
+        self._seed = 1 << 20  # of the next prompt nobody saw yet
 
     def measure(self, cell: Cell) -> float:
         if cell.kind == "prefill":
-            prompt = self.prompt(cell.size)
-            first, _, _ = self.stream(prompt, 1)
-            return len(prompt) / first
-        first, last, count = self.stream(self.prompt(cell.size, seed=cell.size), self.tokens)
-        return (count - 1) / (last - first)
+            self._seed += 1
+            prompt = prompt_of(cell.size, self._seed)
+            return len(prompt) / self.server.stream(prompt, 1).first
+        return self.server.stream(prompt_of(cell.size, cell.size), self.tokens).decode_rate
 
 
 class LlamaBench:
@@ -123,39 +88,6 @@ class LlamaBench:
         if run.returncode:
             raise SystemExit(f"llama-bench failed: {run.stderr.strip().splitlines()[-1:]}")
         return float(json.loads(run.stdout)[0]["avg_ts"])
-
-
-@contextmanager
-def our_engine(args: argparse.Namespace) -> Iterator[Ours]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "engine.cli", "serve", str(args.model), "--name", "bench", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--threads", str(args.threads), *shlex.split(args.engine_options)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with Path(args.log).open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        try:
-            wait_ready(process, port)
-            yield Ours(port, process.pid, args.tokens)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_ready(process: subprocess.Popen, port: int) -> None:
-    while process.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass  # not listening yet
-        finally:
-            connection.close()
-        time.sleep(0.5)
-    raise SystemExit(f"the engine ended with exit code {process.returncode} before it was ready; --log FILE keeps what it said")
 
 
 def run_rounds(engines: list, cells: list[Cell], rounds: int) -> list[Sample]:
@@ -228,8 +160,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     cells = [Cell("prefill", size) for size in args.prefill] + [Cell("decode", size) for size in args.depth]
-    with our_engine(args) as ours:
-        engines = [ours, LlamaBench(args.llama_bench, args.gguf, args.threads, args.tokens)]
+    port = free_port()
+    command = our_command(args.model, args.threads, shlex.split(args.engine_options), port)
+    with running(Ours, command, port, args.log) as server:
+        engines = [OverHttp(server, args.tokens), LlamaBench(args.llama_bench, args.gguf, args.threads, args.tokens)]
         samples = run_rounds(engines, cells, args.rounds)
     rows = summarise(samples, cells, [engine.name for engine in engines])
     print(table(rows))

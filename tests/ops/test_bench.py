@@ -11,13 +11,21 @@ from .conftest import ROOT
 
 
 @pytest.fixture
-def bench(ops, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
-    spec = importlib.util.spec_from_file_location("bench_engine", ROOT / "ops/bench/engine.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_engine", module)
-    spec.loader.exec_module(module)
-    return module
+def load(ops, monkeypatch):
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
+        spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"ops/bench/{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, f"bench_{name}", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def bench(load):
+    return load("engine")
 
 
 class Fake:
@@ -79,3 +87,48 @@ def test_foreign_share_leaves_our_own_work_out(bench, monkeypatch) -> None:
     share = bench.machine.Share.start()
     assert share.foreign(own_seconds=6.0) == pytest.approx(0.2)
     assert share.foreign(own_seconds=9.0) == 0.0
+
+
+class Turns:
+    """A server that answers in a given time and says how much of a prompt it did not know."""
+
+    def __init__(self, http, name: str, first: float) -> None:
+        self.http, self.name, self.first = http, name, first
+        self.asked: list[tuple[int, int, int]] = []
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def stream(self, prompt, count, place=-1):
+        self.asked.append((len(prompt), count, place))
+        return self.http.Reply(self.first, self.first + 0.1 * (count - 1), count, 20)
+
+
+def test_turns_behind_a_resident_prompt(load, monkeypatch) -> None:
+    resident = load("engine_resident")
+    monkeypatch.setattr(resident.machine.Share, "foreign", lambda share, own: 0.0)
+    http = sys.modules["engine_http"]
+    ours, peer = Turns(http, "moorage", 0.5), Turns(http, "llama.cpp", 1.0)
+    bench = resident.Bench([ours, peer], [0, 64, 128], tokens=11)
+    for number, kind, size in [(0, "decode", 64), (0, "extend", 128), (0, "step", 4), (0, "crowd", 0), (1, "extend", 128)]:
+        bench.measure(resident.Cell(kind, size), number)
+    assert ours.asked[:3] == [(64, 11, 1), (128 + 20, 1, 2), (64 + 4, 1, 1)]
+    assert ours.asked[3:7] == [(16, 11, -1)] * 4
+    assert [s.engine for s in bench.samples[-2:]] == ["llama.cpp", "moorage"], "who is first alternates"
+    rows = {row["kind"]: row for row in resident.summarise(bench.samples)}
+    assert (rows["decode"]["moorage"], rows["decode"]["ratio"]) == (10.0, 1.0)
+    assert (rows["extend"]["moorage"], rows["extend"]["ratio"], rows["extend"]["rounds"]) == (40.0, 2.0, 2)
+    assert rows["step"]["moorage"] == 8.0
+    assert rows["crowd"]["moorage"] == 40.0
+    assert "| extend | 128 | 2 | 40.0 | 20.0 | 2.0 |" in resident.table(list(rows.values()))
+
+
+def test_what_a_layer_spends_outside_of_its_kernels(load) -> None:
+    profile = load("engine_profile")
+    times = {"step": 100.0, "forward": 90.0, "layers": 80.0, "layers' kernels": 76.0, "kernel linear": 70.0, "kernel embed": 10.0}
+    times |= dict.fromkeys(("plan", "make_batch", "sampling", "commit", "send"), 2.0)
+    calls = {"linear": 3, "embed": 1, "layers": 3}
+    found = profile.summary([(times, calls, {})] * 3, {"linear": 1.0, "embed": 1.0})
+    assert found["layers_outside_kernels"] == pytest.approx(0.05)
+    assert found["layers_outside_kernels_and_doors"] == pytest.approx(1 - 73 / 80)
+    assert found["step_outside_kernels"] == pytest.approx(0.2)
