@@ -30,28 +30,36 @@ class Runner:
 
 
 def make_batch(step: Step) -> Batch:
-    """Flatten the chunks; logit rows are each chunk's echo rows, then its last row when it samples."""
-    lengths = np.array([c.end - c.start for c in step], np.int32)
-    starts = np.array([c.start for c in step], np.int32)
-    cu = np.zeros(len(step) + 1, np.int32)
-    np.cumsum(lengths, out=cu[1:])
+    """Flatten the chunks; logit rows are each chunk's echo rows, then its last row when it samples.
+
+    All numbers but the page table travel in one array: a decode step has a handful, and each array of its own costs microseconds.
+    """
     tokens: list[int] = []
+    positions: list[int] = []
+    borders = [0]
     rows: list[int] = []
-    used = [-(-c.end // PAGE) for c in step]
-    pages = np.full((len(step), max(used)), -1, np.int32)
-    for i, chunk in enumerate(step):
+    for chunk in step:
+        base = borders[-1] - chunk.start
         tokens += chunk.seq.tokens[chunk.start : chunk.end]
-        pages[i, : used[i]] = chunk.seq.lease.pages[: used[i]]
-        base = int(cu[i]) - chunk.start
+        positions += range(chunk.start, chunk.end)
         rows += [base + r for r in chunk.echo]
         if chunk.sample:
             rows.append(base + chunk.end - 1)
-    positions = np.arange(cu[-1], dtype=np.int32) + np.repeat(starts - cu[:-1], lengths)
-    slots = np.array([c.seq.lease.slot for c in step], np.int32)
-    segments = Segments(*(torch.from_numpy(a) for a in (cu, starts, pages, slots)))
-    return Batch(
-        torch.tensor(tokens, dtype=torch.int32), torch.from_numpy(positions), segments, torch.tensor(rows, dtype=torch.int32)
-    )
+        borders.append(base + chunk.end)
+    starts, slots = [c.start for c in step], [c.seq.lease.slot for c in step]
+    parts = (tokens, positions, borders, starts, slots, rows)
+    flat = torch.from_numpy(np.array([number for part in parts for number in part], np.int32))
+    tokens_, positions_, cu, start, slot, rows_ = flat.split_with_sizes([len(part) for part in parts])
+    return Batch(tokens_, positions_, Segments(cu, start, page_table(step), slot), rows_)
+
+
+def page_table(step: Step) -> torch.Tensor:
+    """Pages in use by each chunk's sequence, int32 [S, P], -1 behind them."""
+    used = [-(-c.end // PAGE) for c in step]
+    table = np.full((len(step), max(used)), -1, np.int32)
+    for row, count, chunk in zip(table, used, step, strict=True):
+        row[:count] = chunk.seq.lease.pages[:count]
+    return torch.from_numpy(table)
 
 
 def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:

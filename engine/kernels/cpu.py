@@ -67,8 +67,9 @@ class CpuOps:
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
-        out = torch.empty(x.shape)
-        self._ops.rms_norm(out, x.contiguous(), _float(weight), eps, plus_one)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._ops.rms_norm(out, x, _float(weight), eps, plus_one)
         return out
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,8 +79,9 @@ class CpuOps:
         return out
 
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-        out = torch.empty(x.shape)
-        self._ops.rope(out, x.contiguous(), cos.contiguous(), sin.contiguous(), interleaved)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._ops.rope(out, x, cos.contiguous(), sin.contiguous(), interleaved)
         return out
 
     def attention(
@@ -92,8 +94,8 @@ class CpuOps:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        out = torch.empty(q.shape)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty_like(q)
         self._ops.attention(out, q, k, v, kv.k, kv.v, seg.cu, seg.start, seg.pages, scale, window or 0)
         return out
 
@@ -114,13 +116,15 @@ class CpuOps:
         return out
 
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty(x.shape)
-        self._ops.gated_norm(out, x.contiguous(), z.contiguous(), _float(weight), eps)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._ops.gated_norm(out, x, z.contiguous(), _float(weight), eps)
         return out
 
     def gate_mul(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-        out = torch.empty(up.shape)
-        self._ops.gate_mul(out, gate.expand_as(up).contiguous(), up.contiguous(), act)
+        up = up.contiguous()
+        out = torch.empty_like(up)
+        self._ops.gate_mul(out, gate.expand_as(up).contiguous(), up, act)
         return out
 
     def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,8 +145,9 @@ class CpuOps:
         place: torch.Tensor | None = None,
     ) -> torch.Tensor:
         up, down = _stored(gate_up), _stored(down)
-        out = torch.empty(x.shape)
-        self._ops.moe(out, x.contiguous(), ids.contiguous(), weights.contiguous(), *up, *down, act, place)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._ops.moe(out, x, ids.contiguous(), weights.contiguous(), *up, *down, act, place)
         return out
 
     def expert_rows(

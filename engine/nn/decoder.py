@@ -73,28 +73,39 @@ class _Layer:
             self._ffn = _Mlp(layer.ffn.act, weights.inner("mlp."), ops)
 
     def mix(self, x: torch.Tensor, ropes: dict, kv: KVLayer | None, state: StateLayer | None, seg: Segments) -> torch.Tensor:
-        return x + self._mixer(self._rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg)
+        """Adds to `x` in place."""
+        return x.add_(self._mixer(self._rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg))
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self._ffn(self._rms_norm(x, self._ffn_norm, self._eps, False))
+        """Adds to `x` in place."""
+        return x.add_(self._ffn(self._rms_norm(x, self._ffn_norm, self._eps, False)))
 
 
 class _Fan:
-    """Several matrices over the same rows: one product where `models.load` could join them."""
+    """Several matrices over the same rows: one product where `models.load` could join them.
 
-    def __init__(self, weights: _Scope, whole: str, parts: tuple[str, ...], ops: Ops, biased: bool = False) -> None:
+    With `head_dim` what comes out is cut into heads.
+    """
+
+    def __init__(
+        self, weights: _Scope, whole: str, parts: tuple[str, ...], ops: Ops, biased: bool = False, head_dim: int | None = None
+    ) -> None:
         self._linear = ops.linear
         self._parts = [weights[name] for name in parts]
         self._biases = [weights[f"{name}_bias"] if biased else None for name in parts]
         self._whole = weights.get(whole)
         self._bias = torch.cat(self._biases) if biased else None
-        self._rows = [part.shape[0] for part in self._parts]
+        self._head_dim = head_dim
+        self._sizes = [part.shape[0] // (head_dim or 1) for part in self._parts]
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x [T, K] -> [T, N_i] of every part."""
+        """x [T, K] -> [T, N_i], or [T, heads, head_dim], of every part."""
         if self._whole is not None:
-            return self._linear(x, self._whole, self._bias).split_with_sizes(self._rows, 1)
-        return [self._linear(x, part, bias) for part, bias in zip(self._parts, self._biases, strict=True)]
+            return self._cut(self._linear(x, self._whole, self._bias)).split_with_sizes(self._sizes, 1)
+        return [self._cut(self._linear(x, part, bias)) for part, bias in zip(self._parts, self._biases, strict=True)]
+
+    def _cut(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self._head_dim is None else out.view(len(out), -1, self._head_dim)
 
 
 class _Attention:
@@ -102,7 +113,7 @@ class _Attention:
 
     def __init__(self, spec: ModelSpec, mixer: AttentionSpec, weights: _Scope, ops: Ops) -> None:
         self._spec, self._ops, self._eps = mixer, ops, spec.norm_eps
-        self._qkv = _Fan(weights, "in", ("q", "k", "v"), ops, mixer.bias)
+        self._qkv = _Fan(weights, "in", ("q", "k", "v"), ops, mixer.bias, mixer.head_dim)
         self._o, self._o_bias = weights["o"], weights.get("o_bias")
         if mixer.qk_norm:
             self._q_norm = _norm_weight(spec, weights["q_norm"])
@@ -110,11 +121,9 @@ class _Attention:
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]
-        q, k, v = self._qkv(x)
-        q = q.view(rows, spec.heads, -1)  # [T, Hq, D], or [T, Hq, 2D] with the gate
-        k, v = k.view(rows, spec.kv_heads, -1), v.view(rows, spec.kv_heads, -1)
-        if spec.output_gate:
-            q, gate = q.split(spec.head_dim, -1)
+        q, k, v = self._qkv(x)  # [T, heads, D]
+        if spec.output_gate:  # each head of q is followed by one of the gate
+            q, gate = q.view(rows, spec.heads, -1).split(spec.head_dim, -1)
         if spec.qk_norm:
             q = ops.rms_norm(q, self._q_norm, self._eps, False)
             k = ops.rms_norm(k, self._k_norm, self._eps, False)
