@@ -13,14 +13,16 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cores import physical_cores
+from engine.experts.budget import Impossible
 from engine.experts.filepool import Pack
+from engine.experts.layers import spans
 from engine.experts.pack import PackError
 from engine.experts.recording import Recording
 from engine.experts_control import ExpertParts
 from engine.fingerprint import checkpoint_parts
 from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.hostmem import available_bytes
-from engine.kernels.ops import Ops
+from engine.kernels.ops import Ops, Weight
 from engine.limits import Limits
 from engine.memory import CachePlan, TooLittleMemory, gib, plan_cache
 from engine.models.errors import ModelError
@@ -30,7 +32,7 @@ from engine.nn.batch import Cache, allocate_cache
 from engine.nn.decoder import Decoder
 from engine.nn.experts import Experts, InPlace, expert_banks
 from engine.packing import open_pack, slot_counts, stream_experts
-from engine.plan import file_shape, host_shape, place_loaded
+from engine.plan import FastMemory, Placed, file_shape, host_shape, place_loaded, read_rate
 from engine.prefix.base import PrefixCache
 from engine.prefix.cache import RadixCache
 from engine.prefix.disk import DiskConfig
@@ -42,6 +44,7 @@ from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
 from engine.text.tokenizer import TokenizerError, load_tokenizer
+from engine.tiers import Source, Ways, read_banks, run_groups
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +79,12 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         if available is None:
             raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
         available = max(0, available - _others(available))
+        fast = fast_memory(config)
+        available -= fast.size if fast else 0
         slots = slot_counts(pack, config.expert_bytes, available) if pack else []
         slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pack.pools if pack else (), strict=True))
+        if fast and available <= slot_bytes:
+            raise BuildError(f"--fast-memory asks for {gib(fast.size)}, {gib(available + fast.size)} are available: lower it")
         plan = plan_cache(
             loaded.spec,
             ops.kv_dtype,
@@ -95,7 +102,12 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     except MemoryError as problem:
         text = f"KV cache: {gib(plan.total_bytes)} cannot be allocated ({gib(available)} seemed available): lower --kv-memory"
         raise BuildError(text) from problem
-    experts = streamed(loaded, ops, plan, pack, slots, config.expert_policy, progress) if pack else in_memory(loaded, ops, plan)
+    try:
+        experts = place_experts(Placing(config, loaded, ops, plan, pack, slots, progress), fast)
+    except (Impossible, OSError) as problem:
+        raise BuildError(str(problem)) from problem
+    except MemoryError as problem:
+        raise BuildError(f"experts: {problem}: lower --fast-memory or --expert-memory") from problem
     decoder = Decoder(loaded.spec, loaded.weights, ops, experts.recording if experts else None)
     limits = Limits(
         max_context=plan.max_context,
@@ -139,34 +151,110 @@ def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops) -> tuple[Cache, Cache
         return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype), plan
 
 
-def in_memory(loaded: LoadedModel, ops: Ops, plan: CachePlan) -> ExpertParts | None:
-    """Experts computed where they lie; None for a model that has none."""
-    banks = expert_banks(loaded.spec, loaded.weights)
+@dataclass(frozen=True)
+class Placing:
+    """What decides where experts lie. `slots` of each pool of `pack`, in host memory."""
+
+    config: EngineConfig
+    loaded: LoadedModel
+    ops: Ops
+    cache: CachePlan
+    pack: Pack | None
+    slots: Sequence[int]
+    progress: Progress
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for experts that come from the pack."""
+        return sum(count * pool.expert_bytes for count, pool in zip(self.slots, self.pack.pools, strict=True)) if self.pack else 0
+
+    @property
+    def routers(self) -> list[Weight]:
+        layers = enumerate(self.loaded.spec.layers)
+        return [self.loaded.weights[f"{i}.moe.router"] for i, layer in layers if isinstance(layer.ffn, MoeSpec)]
+
+
+def fast_memory(config: EngineConfig) -> FastMemory | None:
+    """Raises BuildError."""
+    if not config.fast_bytes:
+        return None
+    if not config.fast_link:
+        raise BuildError("--fast-memory emulates a fast memory behind a link: say how fast it is, e.g. --fast-link 8G a second")
+    return FastMemory(config.fast_bytes, float(config.fast_link), config.pin_bytes)
+
+
+def place_experts(what: Placing, fast: FastMemory | None) -> ExpertParts | None:
+    """None for a model that has none. Raises Impossible, OSError, MemoryError."""
+    if fast is not None and any(isinstance(layer.ffn, MoeSpec) for layer in what.loaded.spec.layers):
+        return beside_fast_memory(what, fast)
+    return streamed(what) if what.pack else in_memory(what)
+
+
+def in_memory(what: Placing) -> ExpertParts | None:
+    """Experts computed where they lie."""
+    banks = expert_banks(what.loaded.spec, what.loaded.weights)
     if not banks:
         return None
-    return _expert_parts(InPlace(banks, ops), place_loaded(loaded, ops, plan, host_shape(banks)))
+    placed = place_loaded(what.loaded, what.ops, what.cache, host_shape(banks), forced=what.config.placement or None)
+    return _expert_parts(InPlace(banks, what.ops), placed)
 
 
-def streamed(
-    loaded: LoadedModel, ops: Ops, plan: CachePlan, pack: Pack, slots: Sequence[int], policy: str, progress: Progress
-) -> ExpertParts:
+def streamed(what: Placing) -> ExpertParts:
     """Experts read from a pack into slots, which are full when this returns."""
-    progress(0.0, "reading experts")
-    routers = [loaded.weights[f"{i}.moe.router"] for i, layer in enumerate(loaded.spec.layers) if isinstance(layer.ffn, MoeSpec)]
-    executor, rate = stream_experts(pack, ops, slots, policy, routers)
-    size, done = executor.capacity * executor.slot_bytes, 0
+    what.progress(0.0, "reading experts")
+    executor, rate = stream_experts(what.pack, what.ops, what.slots, what.config.expert_policy, what.routers)
+    try:
+        size = executor.capacity * executor.slot_bytes
+        placed = place_loaded(
+            what.loaded, what.ops, what.cache, file_shape(what.pack, size, rate), forced=what.config.placement or None
+        )
+        if placed.found.mode != "stream":
+            raise Impossible(f"{placed.found.mode}: start without --experts-pack, everything is loaded then")
+        executor.preload(_counted(what.progress, size))
+    except BaseException:
+        executor.close()
+        raise
+    return _expert_parts(executor, placed)
+
+
+def beside_fast_memory(what: Placing, fast: FastMemory) -> ExpertParts:
+    """Experts placed by groups of layers; all slots are full when this returns."""
+    what.progress(0.0, "placing experts")
+    pack, ops, config = what.pack, what.ops, what.config
+    loaded = {} if pack else dict(enumerate(expert_banks(what.loaded.spec, what.loaded.weights)))
+    shape = file_shape(pack, what.host_bytes, read_rate(pack)) if pack else host_shape(list(loaded.values()))
+    placed = place_loaded(what.loaded, ops, what.cache, shape, fast, config.placement or None)
+    groups = placed.found.groups
+    held = [n for group in groups if group.mode != "stream" for n in group.layers]
+    size = sum(group.slots for group in groups) * shape.expert_bytes + (len(held) * placed.load.layer_bytes if pack else 0)
+    count = _counted(what.progress, size)
+    banks = loaded or read_banks(pack, held, count)
+    ways = Ways(placed.hardware.rates, shape.disk_rate, config.expert_policy, fast.link)
+    executor = run_groups(groups, Source(banks, pack, what.routers), ops, ways)
+    executor.preload(count)
+    return _expert_parts(executor, placed)
+
+
+def _counted(progress: Progress, size: int) -> Callable[[int], None]:
+    done = 0
 
     def count(read: int) -> None:
         nonlocal done
         done += read
-        progress(min(1.0, done / size), "reading experts")
+        progress(min(1.0, done / max(1, size)), "reading experts")
 
-    executor.preload(count)
-    return _expert_parts(executor, place_loaded(loaded, ops, plan, file_shape(pack, size, rate)))
+    return count
 
 
-def _expert_parts(executor: Experts, found: dict[str, object]) -> ExpertParts:
+def _expert_parts(executor: Experts, placed: Placed) -> ExpertParts:
+    found = placed.status()
     log.info(log_line("experts", mode=found["mode"], pool=found["pool_bytes"], reason=found["reason"]))
+    if len(placed.found.groups) > 1:
+        for group in placed.found.groups:
+            log.info(log_line("experts of layers", layers=spans(group.layers), mode=group.mode, reason=group.reason))
+    if placed.found.pin_short:
+        locked, short = gib(placed.hardware.lockable), gib(placed.found.pin_short)
+        log.warning(log_line("page-locked memory is short", budget=locked, short=short, hint="layers at both ends lie elsewhere"))
     recording = Recording(executor, int(found["layers"]), int(found["experts"]))
     return ExpertParts(recording, found)
 

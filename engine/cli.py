@@ -16,7 +16,7 @@ import typer
 
 from engine.config import EngineConfig
 from engine.experts_cli import experts
-from engine.http_cli import URL, UserError, call, check_model_path, parse_size
+from engine.http_cli import FAST, LINK, PIN, PLACEMENT, URL, UserError, call, check_model_path, parse_size
 from engine.pack_cli import pack
 from engine.plan_cli import bench, plan
 
@@ -73,6 +73,10 @@ def serve(
     expert_policy: Annotated[
         str, typer.Option(help="Which packed experts leave memory first: lru, rate or s3fifo (see `experts sim`).")
     ] = "lru",
+    placement: Annotated[str, typer.Option(help=PLACEMENT)] = "",
+    fast_memory: Annotated[str, typer.Option(help=FAST)] = "0",
+    fast_link: Annotated[str, typer.Option(help=LINK)] = "0",
+    pin_memory: Annotated[str, typer.Option(help=PIN)] = "0",
     kv_disk: Annotated[
         str, typer.Option(help="Directory in which conversations outlive a restart; empty = none. Holds user text: mode 0600.")
     ] = "",
@@ -101,6 +105,10 @@ def serve(
         experts_pack=experts_pack,
         expert_bytes=parse_size(expert_memory),
         expert_policy=expert_policy,  # type: ignore[arg-type]
+        placement=placement,  # type: ignore[arg-type]
+        fast_bytes=parse_size(fast_memory),
+        fast_link=parse_size(fast_link),
+        pin_bytes=parse_size(pin_memory),
         kv_disk=kv_disk,
         kv_disk_bytes=parse_size(kv_disk_space),
         log_level=log_level,  # type: ignore[arg-type]

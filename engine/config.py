@@ -26,7 +26,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_chunk: Count = 512  # prompt tokens a step computes: fills the kernels, stays cancellable
     experts_pack: str = ""  # directory made by `pack`: routed experts stay in it and are read into slots; "" = all in memory
     expert_bytes: Size = 0  # memory for slots of packed experts
-    expert_policy: Literal["lru", "rate", "s3fifo"] = "lru"  # which packed experts leave memory first
+    expert_policy: Literal["lru", "rate", "s3fifo"] = "lru"  # which experts leave slots first
+    placement: Literal["", "resident", "in_place", "offload", "hybrid", "host", "stream"] = ""  # of experts; "" = the fastest
+    fast_bytes: Size = 0  # slots of an emulated fast memory of its own; 0 = none, experts are computed where they lie
+    fast_link: Size = 0  # bytes a second of the link into it
+    pin_bytes: Size = 0  # host memory that counts as page-locked beside it; 0 = all
     kv_disk: str = ""  # directory in which computed tokens outlive a restart; "" = none
     kv_disk_bytes: Size = 32 << 30
     kv_disk_daily_bytes: Size = 256 << 30  # writes a day: a tenth of what a 1 TB consumer SSD endures over five years

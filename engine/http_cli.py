@@ -19,6 +19,12 @@ class UserError(Exception):
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+FAST = "For tests and policy work: emulate a fast memory for experts of this size, e.g. 4G, behind --fast-link."
+LINK = "Bytes a second of the emulated link, e.g. 8G."
+PIN = "Host memory that counts as page-locked beside the emulated memory, e.g. 16G; 0 = all."
+PLACEMENT = "Placement of the experts: in_place, offload, hybrid, host, stream or resident; impossible ones are refused."
+
+
 def parse_size(text: str) -> int:
     """`512M`, `4GiB`, `1.5g`, `0` -> bytes. Raises UserError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?\s*", text.lower())

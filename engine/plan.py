@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from engine.experts.calibrate import Profile, measure_disk, usable_profile
+from engine.experts.budget import Hardware, Impossible, Load, Mode
+from engine.experts.calibrate import Profile, measure_disk, usable_profile, with_link
 from engine.experts.devices import Device, find_devices
 from engine.experts.filepool import Pack
 from engine.experts.identity import kernel_version, this_machine
-from engine.experts.placement import Hardware, Impossible, Load, Mode, Placement, place
+from engine.experts.layers import spans
+from engine.experts.placement import Placement, place
 from engine.experts.pool import bank_bytes
 from engine.hostmem import available_bytes
 from engine.kernels.ops import Ops, Quant, Weight
@@ -121,6 +123,7 @@ def make_plan(
     forced: Mode | None = None,
     available: int | None = None,
     pack: Pack | None = None,
+    fast: FastMemory | None = None,
 ) -> Plan:
     """`pack` holds the routed experts. Raises TooLittleMemory when the smallest cache does not fit beside all but the experts."""
     spec, kinds = checkpoint.spec, weight_kinds(checkpoint, ops)
@@ -133,6 +136,8 @@ def make_plan(
     load = load_of(spec, kinds, embed, cache, page_bytes(spec, ops.kv_dtype) / PAGE)
     kind = expert_kind(checkpoint)
     machine = hardware(profile, have, kind, pack)
+    if fast is not None:
+        machine = beside(machine, fast, profile, kind, load, max(0, have - load.dense - load.cache - fast.size))
     try:
         placement, refusal = place(load, machine, forced), ""
     except Impossible as problem:
@@ -162,14 +167,37 @@ def hardware(profile: Profile | None, available: int, kind: str, pack: Pack | No
     packed = pack is not None
     if profile is None:
         return Hardware(host=available, host_rate=1.0, packed=packed)
-    own = profile.formats.get(kind)
+    measured = next((each for each in kind.split(", ") if each in profile.formats), "")
     return Hardware(
         host=available,
         host_rate=profile.read.rate,
-        expert_rate=own.alone.rate if own else 0.0,
+        expert_rate=profile.formats[measured].alone.rate if measured else 0.0,
         packed=packed,
         disk_rate=read_rate(pack) if pack else 0.0,
-        rates=profile.rates(kind),
+        rates=profile.rates(measured),
+    )
+
+
+@dataclass(frozen=True)
+class FastMemory:
+    """A fast memory for experts that this machine emulates: bytes for slots, the link's bytes per second, and how much of host
+    memory counts as page-locked (0: all). The processor computes; dense weights and caches count as if they lay in it too."""
+
+    size: int
+    link: float
+    pin: int = 0
+
+
+def beside(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: str, load: Load, host: int) -> Hardware:
+    """`machine` with an emulated fast memory, and `host` bytes of host memory for experts."""
+    linked = hardware(with_link(profile, fast.link) if profile else None, host, kind)
+    return replace(
+        linked,
+        fast=load.dense + load.cache + fast.size,
+        fast_rate=machine.host_rate,
+        packed=machine.packed,
+        disk_rate=machine.disk_rate,
+        pin=fast.pin or None,
     )
 
 
@@ -224,8 +252,65 @@ def file_shape(pack: Pack, slots: int, disk_rate: float) -> Shape:
     return Shape(pack.layers, pack.experts, pool // (pack.layers * pack.experts), pool, pack.stored_as, slots, disk_rate)
 
 
-def place_loaded(loaded: LoadedModel, ops: Ops, cache: CachePlan, shape: Shape) -> dict[str, object]:
-    """The placement of a model that runs, with its numbers, as `/v1/experts/status` shows it."""
+@dataclass(frozen=True)
+class Placed:
+    """The placement of a model that runs, and the numbers behind it."""
+
+    found: Placement
+    load: Load
+    hardware: Hardware
+    shape: Shape
+    profile: Profile | None
+    context: int
+
+    def status(self) -> dict[str, object]:
+        """As `/v1/experts/status` shows it."""
+        found, load, shape = self.found, self.load, self.shape
+        known = self.profile is not None and (shape.disk_rate > 0 or not shape.slots)
+        return {
+            "mode": found.mode,
+            "reason": found.reason,
+            "others": found.refused,
+            "groups": groups_status(found, load),
+            "pin_budget_bytes": self.hardware.lockable if self.hardware.own_memory else None,
+            "pin_short_bytes": found.pin_short,
+            "pool_bytes": shape.pool_bytes,
+            "expert_bytes": shape.expert_bytes,
+            "layers": shape.layers,
+            "experts": shape.experts,
+            "top_k": load.top_k,
+            "stored_as": shape.kind,
+            "bytes_per_token": load.read + load.routed,
+            "at_context": self.context,
+            "expected_decode_tok_s": found.tokens_per_second if known else None,
+            "disk_bytes_per_s": shape.disk_rate or None,
+            "profile": asdict(self.profile) if self.profile else None,
+            "devices": [asdict(device) for device in find_devices()],
+        }
+
+
+def groups_status(found: Placement, load: Load) -> list[dict[str, object]]:
+    return [
+        {
+            "layers": spans(group.layers),
+            "mode": group.mode,
+            "bytes": len(group.layers) * load.layer_bytes,
+            "slots": group.slots,
+            "reason": group.reason,
+        }
+        for group in found.groups
+    ]
+
+
+def place_loaded(
+    loaded: LoadedModel,
+    ops: Ops,
+    cache: CachePlan,
+    shape: Shape,
+    fast: FastMemory | None = None,
+    forced: Mode | None = None,
+) -> Placed:
+    """Raises Impossible for a forced mode that this machine cannot run."""
     spec, weights = loaded.spec, stored_bytes(loaded.weights.values())
     profile = usable_profile(default_profile(), this_machine(kernel_version(ops)), time.time())
     moe = next(layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
@@ -243,22 +328,9 @@ def place_loaded(loaded: LoadedModel, ops: Ops, cache: CachePlan, shape: Shape) 
     machine = hardware(profile, have, shape.kind)
     if shape.slots:
         machine = replace(machine, packed=True, disk_rate=shape.disk_rate)
-    found = place(load, machine, "stream" if shape.slots else "in_place")
-    known = profile is not None and (shape.disk_rate > 0 or not shape.slots)
-    return {
-        "mode": found.mode,
-        "reason": found.reason,
-        "others": found.refused,
-        "pool_bytes": shape.pool_bytes,
-        "expert_bytes": shape.expert_bytes,
-        "layers": shape.layers,
-        "experts": shape.experts,
-        "top_k": moe.top_k,
-        "stored_as": shape.kind,
-        "bytes_per_token": load.read + load.routed,
-        "at_context": min(CONTEXT, spec.max_positions),
-        "expected_decode_tok_s": found.tokens_per_second if known else None,
-        "disk_bytes_per_s": shape.disk_rate or None,
-        "profile": asdict(profile) if profile else None,
-        "devices": [asdict(device) for device in find_devices()],
-    }
+    if fast is not None:
+        machine = beside(machine, fast, profile, shape.kind, load, shape.slots or shape.pool_bytes)
+        found = place(load, machine, forced)
+    else:
+        found = place(load, machine, forced or ("stream" if shape.slots else "in_place"))
+    return Placed(found, load, machine, shape, profile, min(CONTEXT, spec.max_positions))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.http_cli import UserError, check_model_path, parse_size
+from engine.http_cli import FAST, LINK, PIN, UserError, check_model_path, parse_size
 
 if TYPE_CHECKING:
     from engine.experts.calibrate import Figure
@@ -30,6 +30,9 @@ def plan(
     max_context: Annotated[int, typer.Option(min=0, help="Tokens one conversation may hold; 0 = the default.")] = 0,
     memory: Annotated[str, typer.Option(help="Plan for so much memory, e.g. 16G, instead of what is available now.")] = "",
     experts_pack: Annotated[str, typer.Option(help="Directory made by `pack`, as in `serve`: experts read when needed.")] = "",
+    fast_memory: Annotated[str, typer.Option(help=FAST)] = "0",
+    fast_link: Annotated[str, typer.Option(help=LINK)] = "0",
+    pin_memory: Annotated[str, typer.Option(help=PIN)] = "0",
     kernels: Annotated[str, KERNELS] = "auto",
     threads: Annotated[int, THREADS] = 0,
     profile: Annotated[Path | None, PROFILE] = None,
@@ -40,15 +43,18 @@ def plan(
     Example: moorage engine plan ~/models/Qwen3-30B-A3B
     """
     from engine.build import BuildError, choose_kernels
+    from engine.experts.budget import MODES
     from engine.experts.pack import PackError
-    from engine.experts.placement import MODES
     from engine.memory import TooLittleMemory
     from engine.models.errors import ModelError
     from engine.models.load import open_checkpoint
     from engine.packing import open_pack
-    from engine.plan import make_plan
+    from engine.plan import FastMemory, make_plan
 
     check_model_path(model)
+    fast = FastMemory(parse_size(fast_memory), parse_size(fast_link), parse_size(pin_memory))
+    if fast.size and not fast.link:
+        raise UserError("--fast-memory needs --fast-link, e.g. 8G a second")
     if mode and mode not in MODES:
         raise UserError(f"no placement {mode!r}; there are {', '.join(MODES)}")
     try:
@@ -61,6 +67,7 @@ def plan(
             forced=mode or None,  # type: ignore[arg-type]  # checked above
             available=parse_size(memory) if memory else None,
             pack=open_pack(Path(experts_pack).expanduser(), model, ops) if experts_pack else None,
+            fast=fast if fast.size else None,
         )
     except (BuildError, ModelError, PackError, TooLittleMemory) as e:
         raise UserError(str(e)) from None
@@ -72,6 +79,7 @@ def plan(
 def describe(plan: Plan) -> dict[str, object]:
     """The plan as JSON; the same figures as `lines`."""
     from engine.experts.placement import would_fit
+    from engine.plan import groups_status
 
     placement = plan.placement
     return {
@@ -83,6 +91,8 @@ def describe(plan: Plan) -> dict[str, object]:
         "mode": placement.mode if placement else None,
         "reason": placement.reason if placement else plan.refusal,
         "others": placement.refused if placement else {},
+        "groups": groups_status(placement, plan.load) if placement else [],
+        "pin_short_bytes": placement.pin_short if placement else 0,
         "bytes_per_token": plan.load.read + plan.load.routed,
         "at_context": plan.context,
         "decode_tok_s": placement.tokens_per_second if placement and plan.profile else None,
@@ -108,7 +118,7 @@ def lines(plan: Plan) -> list[str]:
     if plan.placement is None:
         out.append(f"{'placement':26}none: {plan.refusal}")
     else:
-        out.append(f"{'placement':26}{plan.placement.mode}: {plan.placement.reason}")
+        out += _placement(plan)
         out += [f"{'':26}not {mode}: {why}" for mode, why in plan.placement.refused.items()]
     if plan.placement and plan.placement.mode == "stream":
         slots = _size(plan.placement.slots * load.expert_bytes)
@@ -124,6 +134,20 @@ def lines(plan: Plan) -> list[str]:
     return out
 
 
+def _placement(plan: Plan) -> list[str]:
+    from engine.experts.layers import spans
+    from engine.memory import gib
+
+    found = plan.placement
+    if len(found.groups) == 1:
+        return [f"{'placement':26}{found.mode}: {found.reason}"]
+    named = [f"layers {spans(group.layers)}: {group.mode}: {group.reason}" for group in found.groups]
+    out = [f"{'' if i else 'placement':26}{text}" for i, text in enumerate(named)]
+    if found.pin_short:
+        out.append(f"{'pin budget':26}{gib(plan.hardware.lockable)}, {gib(found.pin_short)} short of all layers alike")
+    return out
+
+
 def _size(size: int) -> str:
     """As options take it, rounded down."""
     return f"{size >> 20}M" if size >= 1 << 24 else str(size)
@@ -132,7 +156,7 @@ def _size(size: int) -> str:
 @bench.command("bw")
 def bw(
     kind: Annotated[
-        list[str] | None, typer.Option("--format", help="Expert format, e.g. BF16, Q4_0; repeatable. Default: all.")
+        list[str] | None, typer.Option("--format", help="Expert format, e.g. BF16, Q4_0, ds_fp4; repeatable. Default: all.")
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="A large file on the disk that would hold a packed model: its read rate.")
@@ -152,17 +176,19 @@ def bw(
     except BuildError as e:
         raise UserError(str(e)) from None
     possible = calibrate.measurable(ops)
-    wrong = [k for k in kind or () if k not in possible]
+    chosen = list(dict.fromkeys(calibrate.kernel_of(name) for name in kind or possible))
+    wrong = [name for name in kind or () if calibrate.kernel_of(name) not in possible]
     if wrong:
-        raise UserError(f"no kernel for {wrong[0]} here; there are {', '.join(possible)}")
+        names = ", ".join(f"{name}{calibrate.also_called(name)}" for name in possible)
+        raise UserError(f"no kernel for {wrong[0]} here; there are {names}")
     path = profile or default_profile()
     typer.echo("measuring; other work on this machine makes it slower", err=True)
     read = calibrate.measure_read(ops)
     _show("memory read", read)
     formats = {}
-    for name in kind or possible:
+    for name in chosen:
         formats[name], copies = calibrate.measure_format(ops, name)
-        _show(f"{name} experts", formats[name].alone)
+        _show(f"{name}{calibrate.also_called(name)} experts", formats[name].alone)
         _show(f"{name} beside copies", formats[name].shared)
         _show(f"copies of {name} experts", copies)
     disk = None
@@ -180,4 +206,4 @@ def bw(
 
 def _show(what: str, figure: Figure) -> None:
     settled = f"{figure.cold} cold rounds left out" if figure.steady else "never settled: the machine is busy"
-    typer.echo(f"{what:24}{figure.rate / 1e9:8.2f} GB/s  ({settled})")
+    typer.echo(f"{what:28}{figure.rate / 1e9:8.2f} GB/s  ({settled})")

@@ -41,8 +41,11 @@ MIN_PIECES = 64  # of a file whose read rate is measured: fewer would be read ag
 # Where the float16 scales of a ggml block lie, in bytes from its start.
 SCALES_AT = {
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ3_XXS": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 OWN = {"F8_E4M3": (128, 132), "NVFP4_SCALED": (128, 76), "MXFP4": (32, 17)}  # elements and bytes of `kernels/blocks.py`'s blocks
+# What checkpoints call a format whose numbers and scales are another's: one kernel, the same bytes.
+CALLED = {"DS_FP4": "MXFP4", "FP8": "F8_E4M3", "NVFP4": "NVFP4_SCALED"}
 HALF = 126  # e8m0: an exponent of -1
 
 
@@ -227,6 +230,17 @@ def measurable(ops: Ops) -> list[str]:
     """Formats with a kernel here, narrow enough to be stored in."""
     types = getattr(ops, "quant_types", None) or ()
     return ["BF16", "F16", *(kind for kind in (*SCALES_AT, *OWN) if kind in types)]
+
+
+def kernel_of(name: str) -> str:
+    """The format under which the kernels know `name`: `ds_fp4` -> `MXFP4`."""
+    return CALLED.get(name.upper(), name.upper())
+
+
+def also_called(kind: str) -> str:
+    """` (DS_FP4)`, or nothing."""
+    names = ", ".join(name for name, own in CALLED.items() if own == kind)
+    return f" ({names})" if names else ""
 
 
 def _block(kind: str) -> tuple[int, int]:

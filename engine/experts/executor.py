@@ -18,6 +18,7 @@ import torch
 
 from engine.experts.arena import Arena, CopyFailed, Link
 from engine.experts.call import Call
+from engine.experts.layers import spans
 from engine.experts.pool import Pool
 from engine.experts.predict import Guesses, Predictor
 from engine.experts.prefill import Prefill
@@ -45,6 +46,7 @@ class Tier:
     link_rate: float | None = None
     workers: int = 1  # copies in flight at once
     few: int | None = None  # of them while little is asked for; None = all
+    fixed: bool = False  # this number of slots and no other: none at all, or one for each expert
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,18 @@ class TieredExperts:
 
     @property
     def least(self) -> int:
-        return self.experts
+        return self.capacity if self.tier.fixed else self.experts
 
     @property
     def most(self) -> int:
-        return self.pool.layers * self.experts
+        return self.capacity if self.tier.fixed else self.pool.layers * self.experts
+
+    @property
+    def placed(self) -> str:
+        """As `placement` calls it."""
+        if self.tier.fixed and self.slots.capacity:
+            return "resident"
+        return "stream" if self.pool.bank(0) is None else self.tier.mode
 
     @property
     def what(self) -> str:
@@ -116,12 +125,16 @@ class TieredExperts:
     def _observe(self, layer: int, rows: int, began: float, call: Call) -> None:
         now, before = time.perf_counter(), self._last
         between = 0.0
-        if before and before.layer == layer - 1:
+        if before and before.layer == layer - 1 and self._follows(layer):
             between = began - before.ended_at
             if before.coming:
                 self._prefill.observe_idle(rows, max(0.0, call.asked_at - before.dry_at))
         self._prefill.observe(rows, between + now - began - call.waited)
         self._last = _Last(layer, now, call.coming, call.dry_at)
+
+    def _follows(self, layer: int) -> bool:
+        """Whether `layer` comes right behind the one before it here; a layer of another executor may lie between them."""
+        return 0 < layer < self.pool.layers and self.pool.numbers[layer] == self.pool.numbers[layer - 1] + 1
 
     def collect(self) -> None:
         """Take in what has arrived meanwhile; never waits."""
@@ -157,7 +170,7 @@ class TieredExperts:
 
     def copy_ahead(self, layer: int, rows: int, top_k: int) -> None:
         """Start copying the whole of `layer` when that is expected to be faster than fetching on demand, and it fits."""
-        if layer >= self.pool.layers or self.rates is None or self.tier.mode == "host" or rows == 1:
+        if not self._follows(layer) or self.rates is None or self.tier.mode == "host" or rows == 1:
             return
         keys = range(layer * self.experts, (layer + 1) * self.experts)
         absent = [k for k in keys if self.slots.where[k] < 0 and k not in self.coming]
@@ -205,7 +218,7 @@ class TieredExperts:
 
         An expert that cannot be read is left out, aloud; who needs it is told then.
         """
-        count = min(self.slots.capacity, self.most)
+        count = min(self.slots.capacity, self.pool.layers * self.experts)
         order = [layer * self.experts + e for e in range(self.experts) for layer in range(self.pool.layers)]
         for at in range(0, count, PRELOAD):
             for key in self.fetch(order[at : min(at + PRELOAD, count)]):
@@ -259,7 +272,8 @@ class TieredExperts:
         seconds = self.copy_seconds(1)
         crossing = self._prefill.crossing(self.experts, max(1, self.counts["top_k"]), seconds) if rates else None
         return {
-            "mode": self.tier.mode,
+            "layers": spans(self.pool.numbers),
+            "mode": self.placed,
             "policy": self.slots.policy,
             "slots": self.slots.capacity,
             "resident": len(self.slots.resident),

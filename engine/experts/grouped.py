@@ -1,6 +1,8 @@
-"""Layers whose experts are of several kinds: one executor with slots of its own for each kind, and memory shared between them.
+"""Layers whose experts are of several kinds or placed in several ways: one executor with slots of its own for each of them, and
+memory shared between those that can have more or fewer.
 
-Quantized files mix types by layer, and a slot holds experts of one size only.
+Quantized files mix types by layer, and a slot holds experts of one size only. Layers that memory of one kind is too short for lie
+elsewhere (`layers`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 
 from engine.experts.executor import TieredExperts
 from engine.experts.predict import Predictor
+from engine.memory import gib
 
 
 class Sized(Protocol):
@@ -35,6 +38,14 @@ def share_out(pools: Sequence[Sized], size: int) -> list[int]:
         raise ValueError(f"{sum(least)} bytes are needed for a layer of each kind")
     part = min(1.0, rest / sum(more)) if sum(more) else 0.0
     return [int((low + part * room) // p.expert_bytes) for p, low, room in zip(pools, least, more, strict=True)]
+
+
+def deal_out(pools: Sequence[Sized], size: int) -> list[int]:
+    """The same where less than a layer each will do: experts without a slot are computed in host memory."""
+    whole = sum(p.layers * p.experts * p.expert_bytes for p in pools)
+    if size >= sum(p.experts * p.expert_bytes for p in pools):
+        return share_out(pools, size)
+    return [int(p.layers * p.experts * size // whole) for p in pools]
 
 
 class Within:
@@ -78,12 +89,15 @@ class GroupedExperts:
 
     @property
     def what(self) -> str:
-        return f"one layer of each of {len(self.parts)} kinds of experts"
+        fixed = sum(part.capacity * part.slot_bytes for part in self.parts if part.tier.fixed)
+        movable = sum(not part.tier.fixed for part in self.parts)
+        own = f" beside {gib(fixed)} of layers that stay" if fixed else ""
+        return f"one layer of each of {movable} kinds of experts{own}"
 
     def resize(self, size: int) -> None:
         """Have `size` bytes of slots. Raises MemoryError with everything as it was."""
         before = [part.capacity for part in self.parts]
-        wanted = self._before.get(size) or share_out([part.pool for part in self.parts], size)
+        wanted = self._before.get(size) or self._shares(size)
         changes = sorted(zip(self.parts, before, wanted, strict=True), key=lambda change: change[2] > change[1])
         self._before = {self.capacity: before}
         for i, (part, _, slots) in enumerate(changes):
@@ -94,6 +108,12 @@ class GroupedExperts:
                 for done, old, _ in reversed(changes[:i]):
                     done.resize(old)
                 raise
+
+    def _shares(self, size: int) -> list[int]:
+        movable = [part for part in self.parts if not part.tier.fixed]
+        rest = size - sum(part.capacity * part.slot_bytes for part in self.parts if part.tier.fixed)
+        shares = iter(share_out([part.pool for part in movable], rest))
+        return [part.capacity if part.tier.fixed else next(shares) for part in self.parts]
 
     def preload(self, progress) -> None:
         for part in self.parts:
@@ -115,4 +135,5 @@ class GroupedExperts:
             sums.update({name: value for name, value in group.items() if isinstance(value, int)})
         for own in ("slot_bytes", "whole_layers_from_rows"):  # say something about one part only
             sums.pop(own, None)
-        return {"mode": groups[0]["mode"], "policy": groups[0]["policy"], **sums, "groups": groups}
+        modes = ", ".join(dict.fromkeys(group["mode"] for group in groups))
+        return {"mode": modes, "policy": groups[0]["policy"], **sums, "groups": groups}

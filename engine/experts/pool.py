@@ -16,6 +16,7 @@ from engine.nn.experts import Bank
 
 class Pool(Protocol):
     layers: int
+    numbers: Sequence[int]  # of its layers among all that have experts
     experts: int  # a layer
     like: Bank  # shapes and types of an expert; its first dimension means nothing
     expert_bytes: int
@@ -28,13 +29,13 @@ class Pool(Protocol):
 
 
 class HostPool:
-    """All experts in host memory, one bank a layer. Raises ValueError when layers differ: they could not share slots."""
+    """Experts in host memory, one bank a layer. Raises ValueError when layers differ: they could not share slots."""
 
-    def __init__(self, banks: Sequence[Bank]) -> None:
+    def __init__(self, banks: Sequence[Bank], numbers: Sequence[int] | None = None) -> None:
         odd = [i for i, b in enumerate(banks) if kind_of(b) != kind_of(banks[0])]
         if odd:
             raise ValueError(f"the experts of layer {odd[0]} differ in shape or type from those of layer 0: no common slots")
-        self._banks = banks
+        self._banks, self.numbers = banks, tuple(range(len(banks)) if numbers is None else numbers)
         self.layers, self.experts, self.like = len(banks), banks[0].experts, banks[0]
         self.expert_bytes = bank_bytes(banks[0]) // self.experts
 

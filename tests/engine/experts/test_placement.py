@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.placement import Hardware, Impossible, Load, place, would_fit
+from engine.experts.budget import Hardware, Impossible, Load
+from engine.experts.placement import place, would_fit
 from engine.experts.split import Rates
 
 GB, GIB = 1e9, 1 << 30

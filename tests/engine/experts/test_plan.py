@@ -58,7 +58,7 @@ def test_planned_memory_is_what_loading_takes(checkpoint, tmp_path) -> None:
     assert plan.placement.mode == "in_place" and plan.load.pool == plan.kinds.get(POOL, 0)
     if banks:
         cache = plan_cache(loaded.spec, ops.kv_dtype, 1 << 30)
-        placed = place_loaded(loaded, ops, cache, host_shape(banks))
+        placed = place_loaded(loaded, ops, cache, host_shape(banks)).status()
         assert placed["mode"] == "in_place" and placed["bytes_per_token"] == plan.load.read + plan.load.routed
         assert placed["expected_decode_tok_s"] is None or placed["profile"]
 
@@ -177,7 +177,33 @@ def test_a_round_is_long_enough_for_the_clock() -> None:
     assert timed(lambda: 3, clock=lambda: next(now)) == pytest.approx(3 * 3 / 0.15)
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "F8_E4M3", "NVFP4_SCALED", "MXFP4"])
+OFTEN = ("BF16", "Q8_0", "Q4_K", "F8_E4M3", "NVFP4_SCALED", "MXFP4", "IQ3_XXS")
+FORMATS = ["BF16", "F16", *calibrate.SCALES_AT, *calibrate.OWN]
+
+
+def test_every_format_that_a_checkpoint_can_have_is_measured() -> None:
+    cpu = pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
+    assert set(calibrate.measurable(cpu.CpuOps(threads=1))) == set(FORMATS)
+    # NVFP4 as GGUF files have it is NVFP4_SCALED without the scale of the matrix, and nobody ships experts in float32
+    assert cpu.CpuOps(threads=1).quant_types - {"NVFP4", "F32"} <= set(FORMATS)
+
+
+def test_deepseeks_fp4_is_measured_by_its_own_name(tmp_path, monkeypatch) -> None:
+    """Its bytes are MXFP4's (`tests/engine/models/test_scaled.py`); the profile has the name that loading gives them."""
+    pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
+    for name, value in (("ROUND_S", 0.001), ("ROUNDS", 3), ("HIDDEN", 512), ("INTER", 256), ("READ_BYTES", 1 << 20)):
+        monkeypatch.setattr(calibrate, name, value)
+    monkeypatch.setattr(calibrate.ExpertLoop.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(calibrate.measure_format, "__defaults__", (1 << 20,))
+    arguments = ["bench", "bw", "--kernels", "cpu", "--threads", "1", "--profile", str(tmp_path / "p.json")]
+    done = CliRunner().invoke(cli, [*arguments, "--format", "ds_fp4", "--format", "MXFP4"])
+    assert done.exit_code == 0 and "MXFP4 (DS_FP4) experts" in done.output, done.output
+    assert list(json.loads((tmp_path / "p.json").read_text())["formats"]) == ["MXFP4"]
+    wrong = CliRunner().invoke(cli, [*arguments, "--format", "int3"])
+    assert isinstance(wrong.exception, UserError) and "no kernel for int3" in str(wrong.exception)
+
+
+@pytest.mark.parametrize("kind", [k if k in OFTEN else pytest.param(k, marks=pytest.mark.slow) for k in FORMATS])
 def test_the_real_kernels_are_measured(kind: str, monkeypatch) -> None:
     cpu = pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
     monkeypatch.setattr(calibrate, "ROUND_S", 0.001)

@@ -1,0 +1,92 @@
+"""From a placement by groups of layers to the executor that runs it, beside a fast memory of its own (today an emulated one)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.experts.executor import Tier, TieredExperts
+from engine.experts.filepool import FilePool, Pack
+from engine.experts.grouped import GroupedExperts, Within, deal_out
+from engine.experts.layers import Group
+from engine.experts.pool import HostPool, Pool, Room, kind_of
+from engine.experts.predict import NextRouter
+from engine.experts.split import Rates
+from engine.kernels.ops import Ops, Weight
+from engine.nn.experts import Bank
+from engine.packing import stream_tier
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where experts come from: banks in host memory by layer (counting those with experts), the others from a pack."""
+
+    banks: Mapping[int, Bank]
+    pack: Pack | None = None
+    routers: Sequence[Weight] = ()  # one a layer, to read ahead by
+
+    def pools(self, group: Group) -> list[Pool]:
+        """One for each kind of experts in the group."""
+        if group.mode == "stream":
+            layout, kinds = self.pack.index.layout, self.pack.index.kinds
+            own = [[n for n in group.layers if layout[n] == number] for number in range(len(kinds))]
+            return [FilePool(self.pack, kind, layers) for kind, layers in zip(kinds, own, strict=True) if layers]
+        kinds = dict.fromkeys(kind_of(self.banks[n]) for n in group.layers)
+        own = [[n for n in group.layers if kind_of(self.banks[n]) == kind] for kind in kinds]
+        return [HostPool([self.banks[n] for n in layers], layers) for layers in own]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How misses come: `rates` of the link and the processor, `disk` bytes per second (0: unknown)."""
+
+    rates: Rates | None
+    disk: float = 0.0
+    policy: str = "lru"
+    link: float | None = None  # what an emulated link is held to; None is as fast as it goes
+
+
+def run_groups(groups: Sequence[Group], source: Source, ops: Ops, ways: Ways) -> TieredExperts | GroupedExperts:
+    parts: list[TieredExperts] = []
+    try:
+        for group in groups:
+            pools = source.pools(group)
+            slots = deal_out(pools, group.slots * _mean(pools)) if group.slots else [0] * len(pools)
+            parts += [_part(group, pool, count, source, ops, ways) for pool, count in zip(pools, slots, strict=True)]
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+    return parts[0] if len(parts) == 1 else GroupedExperts(parts, [part.pool.numbers for part in parts])
+
+
+def _mean(pools: Sequence[Pool]) -> int:
+    """Bytes of an expert, on average: what `Group.slots` counts in."""
+    whole = sum(pool.layers * pool.experts * pool.expert_bytes for pool in pools)
+    return -(-whole // sum(pool.layers * pool.experts for pool in pools))
+
+
+def _part(group: Group, pool: Pool, slots: int, source: Source, ops: Ops, ways: Ways) -> TieredExperts:
+    match group.mode:
+        case "stream":
+            predictor = Within(NextRouter(source.routers, ops), pool.numbers) if source.routers else None
+            rates = Rates(ways.disk, ways.disk, 0.0) if ways.disk else None
+            return TieredExperts(pool, ops, stream_tier(pool, slots, rates, ways.policy), predictor)
+        case "host":
+            return TieredExperts(pool, ops, Tier(0, "host", None, ways.policy, fixed=True))
+        case "resident":
+            return TieredExperts(pool, ops, Tier(pool.layers * pool.experts, "offload", ways.rates, fixed=True))
+        case _:
+            return TieredExperts(pool, ops, Tier(slots, group.mode, ways.rates, ways.policy, ways.link))
+
+
+def read_banks(pack: Pack, layers: Sequence[int], progress: Callable[[int], None]) -> dict[int, Bank]:
+    """These layers of a pack in host memory. Raises OSError, MemoryError."""
+    banks = {}
+    for pool in Source({}, pack).pools(Group("stream", tuple(layers), 0, "")) if layers else ():
+        for own, number in enumerate(pool.numbers):
+            bank = Room(pool.like, pool.experts).bank
+            for expert in range(pool.experts):
+                progress(pool.read(own * pool.experts + expert, bank, expert))
+            banks[number] = bank
+    return banks
