@@ -8,27 +8,28 @@ fingerprints are kept, never text.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from engine.protocol import AnchorHint
+from gateway.answer import Answer
 from gateway.conversations import folded
-from gateway.diagnostics.compare import Part, common, kind_of, parts_of, tool_parts
+from gateway.diagnostics.compare import Part, calls_of, common, kind_of, text_of, thought_of, tool_parts
 from gateway.tools import derived
 from gateway.turn import Turn
 
-KEEP_SESSIONS = 2000  # a fingerprint of a 200-message conversation is ~60 KB
+KEEP_SESSIONS = 2000  # a fingerprint of a 200-message conversation is ~35 KB
 KEEP_AGENTS = 256
 # Fingerprints kept in all: 1,000 conversations of 200 messages. Without it, 2,000 sessions full of short calls would be 16 GB.
 KEEP_BYTES = 64 << 20
-PART_BYTES = 160  # of one part without its text, measured
+SAID_BYTES, CALL_BYTES = 110, 100  # of a message and of a call without its text, measured
 MAX_PARTS = 4000  # longer conversations are not learned from; nothing of that size was seen in 48,658 real requests
 MORE = frozenset({"reasoning_content", "reasoning", "tool_calls"})  # where a message has parts beside its text
-TEXT = (str, type(None))
 SHORT = 2000  # tool calls up to this length stay text, so that a re-serialised one is recognised
 
 WINDOW = 200  # requests after which half of what was seen is forgotten: agents change with their releases
@@ -89,15 +90,13 @@ class Learning:
     def stage(self, turn: Turn) -> Turn:
         """The turn with learned weights and expectations in its hints."""
         session = turn.session
-        if not session.id or session.turn_class == "side" or "messages" not in turn.body:
+        if not _teaches(turn):
             return turn
         agent = self._agent(session.agent or turn.caller.key)
         before = self._sessions.get(session.id)
-        now = fingerprint(turn.body, before)
-        if now is not None:
+        if before is not None and (now := fingerprint(turn.body)) is not None:
             self._remember(session.id, now)
-            if before is not None:
-                agent.add(classify(before, now))
+            agent.add(classify(before, now))
         if not agent.seen:
             return turn
         weights = {(a.kind, a.edge, a.weight): 0.0 for a in turn.hints.anchors}  # many anchors, few kinds
@@ -106,6 +105,11 @@ class Learning:
         anchors = tuple([_weighing(a, weights[a.kind, a.edge, a.weight]) for a in turn.hints.anchors])
         expect = tuple(sorted(k for k in SAVED_BY if k != "append" and agent.share(k) >= EXPECT_SHARE))
         return turn.but(hints=msgspec.structs.replace(turn.hints, anchors=anchors, expect=expect))
+
+    def begun(self, turn: Turn, answer: Answer | None = None) -> None:
+        """An after-step: remember a session's first request. It had nothing to be compared with, so it need not wait for this."""
+        if _teaches(turn) and turn.session.id not in self._sessions and (now := fingerprint(turn.body)) is not None:
+            self._remember(turn.session.id, now)
 
     def _agent(self, name: str) -> Agent:
         agent = self._agents.setdefault(name, Agent())
@@ -123,80 +127,90 @@ class Learning:
             self._size -= self._sessions.popitem(last=False)[1].size
 
 
+def _teaches(turn: Turn) -> bool:
+    """A request of a session that came through all stages up to here, where hints are made; refused ones teach nothing."""
+    return bool(turn.hints.session) and turn.session.turn_class != "side" and "messages" in turn.body
+
+
 def _weighing(a: AnchorHint, weight: float) -> AnchorHint:
     return AnchorHint(message=a.message, edge=a.edge, kind=a.kind, weight=weight)
 
 
+class Said(Struct, frozen=True, gc=False):
+    """The fingerprint of a message: hashes of its texts, 0 where there is none, and its calls, of which short ones stay text."""
+
+    role: str
+    content: int
+    thought: int = 0
+    calls: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Print:
-    """A request's fingerprint: the parts of its tools and, message by message, a digest and the parts, their text hashed."""
+    """A request's fingerprint: the parts of its tools, its messages, and about how many bytes those take."""
 
     tools: tuple[Part, ...]
-    digests: list[int]
-    messages: list[tuple[Part, ...]]
-    sizes: list[int]  # about how many bytes each message's parts take
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes)
+    messages: list[Said]
+    size: int
 
     def parts(self) -> list[Part]:
-        return [*self.tools, *(part for message in self.messages for part in message)]
+        return [*self.tools, *(part for i, said in enumerate(self.messages) for part in _parts(i, said))]
 
 
-def fingerprint(body: Mapping[str, Any], before: Print | None = None) -> Print | None:
-    """The fingerprint of a body, None beyond MAX_PARTS. What it shares with `before` is taken from there."""
+def fingerprint(body: Mapping[str, Any]) -> Print | None:
+    """The fingerprint of a body, None beyond MAX_PARTS."""
     tools, messages = body.get("tools"), body.get("messages")
     known = derived(tools, "fingerprint", lambda: tuple(map(_hashed, tool_parts(tools))))
-    said = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    if len(known) + len(said) > MAX_PARTS:
+    messages = messages if isinstance(messages, list) else []
+    if len(known) + len(messages) > MAX_PARTS:
         return None
-    digests = folded(messages if len(said) == len(messages or ()) else said, "digests", [], partial(_digests, said))
-    same = _common(before.digests, digests) if before else 0
-    parts = before.messages[:same] if before else []
-    parts += [_parts(i, said[i]) for i in range(same, len(said))]
-    sizes = before.sizes[:same] if before else []
-    sizes += [PART_BYTES * len(message) + sum([len(part.text) for part in message]) for message in parts[same:]]
-    return Print(known, digests, parts, sizes) if len(known) + sum(map(len, parts)) <= MAX_PARTS else None
+    said, parts, size = folded(messages, "said", ([], 0, 0), partial(_all_said, messages))
+    return Print(known, said, size) if len(known) + parts <= MAX_PARTS else None
 
 
-def _digests(said: list[Mapping[str, Any]], before: list[int], first: int) -> list[int]:
-    return [*before, *[_digest(m) for m in said[first:]]]
+def _all_said(messages: list[Any], before: tuple[list[Said], int, int], first: int) -> tuple[list[Said], int, int]:
+    """(what each message says, how many parts those have, about how many bytes they take)"""
+    said, parts, size = before
+    fresh = [_said(m) for m in messages[first:] if isinstance(m, dict)]
+    calls = [call for one in fresh for call in one.calls]
+    parts += len(fresh) + sum([(one.content != 0) + (one.thought != 0) for one in fresh]) + len(calls)
+    size += SAID_BYTES * len(fresh) + CALL_BYTES * len(calls) + sum(map(len, calls))
+    return [*said, *fresh], parts, size
 
 
-def _digest(message: Mapping[str, Any]) -> int:
-    """The same for messages that read the same. Others may read the same too; their parts then show it."""
-    get = message.get
-    said, calls = get("content"), get("tool_calls")
-    thought = get("reasoning_content") or get("reasoning")
-    if not isinstance(said, TEXT) or not isinstance(thought, TEXT):
-        said, thought = repr(said), repr(thought)
-    return hash((get("role"), said, thought, repr(calls) if calls else None))
-
-
-def _common(old: list[int], new: list[int]) -> int:
-    if new[: len(old)] == old:
-        return len(old)
-    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(new))
-
-
-def _parts(i: int, message: Mapping[str, Any]) -> tuple[Part, ...]:
-    """The parts of a message, their text hashed. Most messages have nothing but a role and a text."""
+def _said(message: Mapping[str, Any]) -> Said:
+    """Most messages have nothing but a role and a text."""
     role, text = message.get("role"), message.get("content")
-    if type(text) is str and text and type(role) is str and role and message.keys().isdisjoint(MORE):
-        return Part("", i, role, "head", f'"{hash(role):x}"'), Part("", i, role, "content", f'"{hash(text):x}"')
-    return tuple(map(_hashed, parts_of(i, message)))
+    role = role if type(role) is str else str(role or "")
+    content = hash(text if type(text) is str else text_of(text)) if text else 0
+    if message.keys().isdisjoint(MORE):
+        return Said(role, content)
+    return Said(role, content, hash(thought_of(message)[1]), tuple(map(_call, calls_of(message))))
+
+
+def _call(text: str) -> str:
+    return text if len(text) <= SHORT else f'"{hash(text):x}"'
+
+
+def _parts(i: int, said: Said) -> Iterator[Part]:
+    """The parts of the message at place `i` as `compare` would have them, without their text."""
+    role = said.role
+    yield Part("", i, role, "head", f'"{hash(role):x}"')
+    for what, text in (("reasoning", said.thought), ("content", said.content)):
+        if text:
+            yield Part("", i, role, what, f'"{text:x}"')
+    for call in said.calls:
+        yield Part("", i, role, "call", call)
 
 
 def _hashed(part: Part) -> Part:
-    if part.what == "call" and len(part.text) <= SHORT:
-        return part
-    return Part("", part.message, part.role, part.what, f'"{hash(part.text):x}"')  # JSON, as the text of a tool is
+    text = _call(part.text) if part.what == "call" else f'"{hash(part.text):x}"'  # JSON, as the text of a tool is
+    return Part("", part.message, part.role, part.what, text)
 
 
 def classify(before: Print, now: Print) -> str:
     """The kind of the edit that made `now` out of `before`, as in `diagnostics.compare`."""
-    if before.tools == now.tools and _common(before.digests, now.digests) == len(before.digests):
+    if before.tools == now.tools and now.messages[: len(before.messages)] == before.messages:
         return "append"
     old, new = before.parts(), now.parts()
     same = common(old, new)

@@ -204,7 +204,7 @@ def build(config: Config) -> Pipeline:
     store = _store(config)
     limits = Limits(config.keys, config.limits, store)
     metrics.waiting.set_function(lambda: limits.waiting)
-    normalise = Normaliser(store)
+    normalise, learning = Normaliser(store), Learning()
     tracer = Tracer(config.tracing) if config.tracing.enabled else None
     direct = DirectUpstream(config.timeouts)
     upstreams: dict[str, Upstream] = {"engine": direct, "openai": direct, "provider": ProviderUpstream(config.timeouts)}
@@ -231,7 +231,7 @@ def build(config: Config) -> Pipeline:
             normalise.stage,
             toolcheck.history,
             anchors.stage,
-            Learning().stage,
+            learning.stage,
         ),
         filters=(
             thinking_watch.watch,
@@ -240,6 +240,7 @@ def build(config: Config) -> Pipeline:
         ),
         after=(
             limits.settle,
+            learning.begun,
             metrics.observe,
             *((tracer.observe,) if tracer is not None else ()),
             write_record,

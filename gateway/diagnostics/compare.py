@@ -95,17 +95,30 @@ def parts_of(i: int, message: Mapping[str, Any]) -> list[Part]:
     """The parts of the message at place `i`."""
     role, place = str(message.get("role") or ""), f"messages[{i}]"
     out = [Part(place, i, role, "head", role)]
-    for name in ("reasoning_content", "reasoning"):
-        if isinstance(message.get(name), str) and message[name]:
-            out.append(Part(f"{place}.{name}", i, role, "reasoning", message[name]))
-            break
-    if text := _text(message.get("content")):
+    name, thought = thought_of(message)
+    if thought:
+        out.append(Part(f"{place}.{name}", i, role, "reasoning", thought))
+    if text := text_of(message.get("content")):
         out.append(Part(f"{place}.content", i, role, "content", text))
-    for j, call in enumerate(_dicts(message.get("tool_calls"))):
+    return out + [Part(f"{place}.tool_calls[{j}]", i, role, "call", text) for j, text in enumerate(calls_of(message))]
+
+
+def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
+    """(the name of the field with the thought, the thought), empty when there is none."""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(text := message.get(name), str) and text:
+            return name, text
+    return "", ""
+
+
+def calls_of(message: Mapping[str, Any]) -> list[str]:
+    """Name and arguments of each call of the message."""
+    out = []
+    for call in _dicts(message.get("tool_calls")):
         function = call.get("function") if isinstance(call.get("function"), dict) else {}
         arguments = function.get("arguments")
         text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        out.append(Part(f"{place}.tool_calls[{j}]", i, role, "call", f"{function.get('name')} {text}"))
+        out.append(f"{function.get('name')} {text}")
     return out
 
 
@@ -233,7 +246,7 @@ def _thinking(body: Mapping[str, Any]) -> str:
     return ", ".join(words)[: 2 * SHOWN] or "unset"
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(str(p.get("text") or "") for p in _dicts(content))

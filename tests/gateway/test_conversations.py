@@ -63,7 +63,7 @@ def seen(raw: bytes, known: KnownTools) -> list:
     except Refusal as refusal:
         return [refusal.status, refusal.text]
     decisions = [d.record() for d in turn.decisions]
-    return [turn.body, turn.session, said, decisions, turn.hints, turn.breakpoints, sent, print_.digests, print_.parts()]
+    return [turn.body, turn.session, said, decisions, turn.hints, turn.breakpoints, sent, print_.size, print_.parts()]
 
 
 def written(messages: list, spaces: tuple[str, str], **more) -> bytes:
