@@ -27,6 +27,7 @@ TRIES = 4  # places where KEY may stand in tools before it stands in the body it
 REPLACED = 0.75
 SAMPLE = 64  # bytes compared in the middle and at the end of a conversation before it is worth a closer look
 LOOKS = 8  # closer looks a request; agents share long system prompts, and a look reads all of one
+BLOCK = 16 << 10  # bytes that such a look compares at once
 
 T = TypeVar("T")
 
@@ -73,14 +74,12 @@ def marked(messages: list[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _marked(messages: list[dict[str, Any]], found: tuple[int, ...], first: int) -> tuple[int, ...]:
-    return (*found, *[i for i in range(first, len(messages)) if _is_marked(messages[i])])
-
-
-def _is_marked(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return "cache_control" in message or (
-        type(content) is list and any(isinstance(p, dict) and "cache_control" in p for p in content)
-    )
+    fresh = []
+    for i, message in enumerate(islice(messages, first, None), first):
+        parts = message.get("content")
+        if "cache_control" in message or (type(parts) is list and any([type(p) is dict and "cache_control" in p for p in parts])):
+            fresh.append(i)
+    return (*found, *fresh)
 
 
 @dataclass(slots=True)
@@ -91,8 +90,7 @@ class Known:
     messages: Messages
     middle: bytes = b""  # SAMPLE bytes of `text`, as `end` is: to read them, and not it, is what makes looking cheap
     end: bytes = b""
-    half: bytes = b""  # of `text`; made when first asked for, as
-    ends: list[int] = field(default_factory=list)  # of each message in `text`
+    ends: list[int] = field(default_factory=list)  # of each message in `text`; made when first asked for
 
     def __post_init__(self) -> None:
         at = len(self.text) // 2
@@ -109,9 +107,9 @@ class Known:
 
     def shared(self, raw: bytes, start: int) -> int:
         """How many messages `raw` has in common, from `start` on; 0 when it has not half of the conversation in common."""
-        self.half = self.half or self.text[: len(self.text) // 2]
-        if not raw.startswith(self.half, start):
-            return 0
+        for at in range(0, len(self.text) // 2, BLOCK):  # most are others soon behind the system prompt
+            if not raw.startswith(self.text[at : min(at + BLOCK, len(self.text) // 2)], start + at):
+                return 0
         if not self.ends:
             self.ends = _ends(self.text)
         low, high = 0, len(self.ends)
@@ -189,7 +187,7 @@ class KnownConversations:
         size = len(memoryview(span)) + (len(cut.begin) if cut is not None else 0)
         if not LONG <= size <= self._limits[0] or not isinstance(messages, list):
             return messages
-        text = bytes(span)[1:-1].strip()
+        text = bytes(memoryview(span)[1:-1]).strip()
         if cut is not None:
             text = cut.begin + text[len(cut.mark) + 2 :]
             if len(cut.begin) >= REPLACED * len(cut.known.text):

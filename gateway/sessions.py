@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import orjson
@@ -19,6 +19,7 @@ from gateway.turn import Session, Turn
 
 MAX_ID = 128
 STEADY_CHARS = 8192  # of a system prompt; agents that share so much of it differ in their first question
+KEEP_STEADY = 64  # system prompts; an agent sends the same one in every conversation, and finding its lines takes 0.1 ms
 HEADERS = (
     "x-moorage-session",
     "x-claude-code-session-id",
@@ -102,7 +103,12 @@ def _steady(content: Any) -> Any:
     """The lines without a number in the first part of a system prompt: clocks, counters and nonces all have one."""
     if isinstance(content, list):
         return [_steady(part) for part in content]
-    return _NO_NUMBER.findall(content[:STEADY_CHARS]) if isinstance(content, str) else content
+    return _steady_lines(content[:STEADY_CHARS]) if isinstance(content, str) else content
+
+
+@lru_cache(KEEP_STEADY)
+def _steady_lines(text: str) -> list[str]:
+    return _NO_NUMBER.findall(text)
 
 
 def turn_class(body: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import json_repair
@@ -243,15 +244,25 @@ def history(turn: Turn) -> Turn:
 def _past_calls(body: Mapping[str, Any], before: tuple[Decision, ...], first: int) -> tuple[Decision, ...]:
     decisions = list(before)
     messages = body.get("messages") or ()
-    for i in range(first, len(messages)):
-        calls = messages[i].get("tool_calls")
+    for i, message in enumerate(islice(messages, first, None), first):
+        calls = message.get("tool_calls")
         if calls is None:
             continue
         if not isinstance(calls, list):
             raise Refusal(400, f"messages[{i}].tool_calls must be a list", param=f"messages[{i}].tool_calls")
         for j, call in enumerate(calls):
-            decisions += _past_call(body, ("messages", i, "tool_calls", j), call)
+            if not _is_good(call):
+                decisions += _past_call(body, ("messages", i, "tool_calls", j), call)
     return tuple(decisions)
+
+
+def _is_good(call: Any) -> bool:
+    """A name, and arguments that are the text of an object, as nearly all are."""
+    try:
+        function = call["function"]
+        return type(function["name"]) is str and type(orjson.loads(function["arguments"])) is dict
+    except (TypeError, LookupError, orjson.JSONDecodeError):
+        return False
 
 
 def _as_object(value: Any) -> dict[str, Any]:

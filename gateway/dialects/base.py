@@ -133,7 +133,9 @@ def _without_texts(value: Any) -> Any:
         return value
     if isinstance(value, Messages):
         value = value[value.known :]
-    return [[v for v in item.values() if type(v) is not str] if isinstance(item, dict) else item for item in value]
+    return [[v for item in value if type(item) is dict for v in item.values() if type(v) is not str]] + [
+        item for item in value if type(item) is list
+    ]
 
 
 _spans = msgspec.json.Decoder(dict[str, msgspec.Raw])
