@@ -30,7 +30,7 @@ ADMIN = {"/admin/deployments": "GET", "/admin/drain": "POST"}  # path -> its met
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 # Whoever is asked through a proxy on this machine has a neighbour that is none of the machine's users.
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-HEALTH_S = 1.0  # upstreams are asked how they are at most this often, however many probes, scrapers and strangers look
+HEALTH_S = 1.0  # what is said of upstreams is at most this old; they are asked at most twice in that time, however many look
 
 
 class App:
@@ -39,7 +39,7 @@ class App:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.pipeline: Pipeline | None = None
-        self._asking = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None  # asks the upstreams how they are
         self._seen: dict[str, Any] = {}
         self._seen_at = -HEALTH_S
         self._gets = {
@@ -71,6 +71,8 @@ class App:
                     log.warning("%s", warning)
                 await send({"type": "lifespan.startup.complete"})
             else:
+                if self._looking is not None:
+                    self._looking.cancel()
                 await self.pipeline.close()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
@@ -196,13 +198,21 @@ class App:
         return True
 
     async def _state(self, scope: Scope) -> dict[str, Any]:
-        """How we and our upstreams are, up to HEALTH_S old; strangers see one word of it."""
-        loop = asyncio.get_running_loop()
-        async with self._asking:
-            if loop.time() - self._seen_at >= HEALTH_S:
-                self._seen = await discovery.health(self.pipeline)
-                self._seen_at = loop.time()
+        """How we and our upstreams are, up to HEALTH_S old; strangers see one word of it.
+
+        From half of that age on somebody who asks has them asked again, and waits for it only when there is nothing newer to say:
+        whoever looks often never waits for an upstream.
+        """
+        age = asyncio.get_running_loop().time() - self._seen_at
+        if age >= HEALTH_S / 2 and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look())
+        if age >= HEALTH_S:
+            await asyncio.shield(self._looking)  # others wait for it too
         return self._seen if self._knows(scope) else {"status": self._seen["status"]}
+
+    async def _look(self) -> None:
+        self._seen = await discovery.health(self.pipeline)
+        self._seen_at = asyncio.get_running_loop().time()
 
     def _speaks(self, scope: Scope) -> Dialect:
         """The dialect of a client whose path says nothing: Anthropic's send their API version."""

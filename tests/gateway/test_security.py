@@ -16,6 +16,7 @@ from gateway.config import Config
 from gateway.config_file import load, parse
 from gateway.limits import Limits
 from gateway.store import MemoryStore
+from gateway.upstream.base import Health
 from tests.support.fake_upstream import FakeUpstream, Stream, Whole, content, finish, message
 from tests.support.gateway import Gateway, ask, settings
 
@@ -208,6 +209,31 @@ async def test_many_looks_do_not_make_us_ask_the_upstreams_each_time(tmp_path) -
         ours = await asyncio.gather(*(gw.get("/health/readiness") for _ in range(20)))
     assert all(g.json == {"status": "ok"} for g in got) and all("m#0" in g.json["upstreams"] for g in ours)
     assert asked <= 2
+
+
+async def test_whoever_looks_often_never_waits_for_an_upstream(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(app_module, "HEALTH_S", 3600.0)
+    async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+        app, engine = gw.app, gw.app.pipeline.upstreams["engine"]
+        answer, asked = asyncio.Event(), asyncio.Event()
+
+        async def slow(deployment) -> Health:
+            asked.set()
+            await answer.wait()
+            return Health("loading")
+
+        assert (await gw.get("/health")).json["status"] == "ok"
+        engine.health = slow
+        app._seen_at -= 2000  # more than half as old as it may be
+        old = [(await gw.get("/health")).json["status"] for _ in range(3)]
+        await asyncio.wait_for(asked.wait(), 30)
+        assert old == ["ok"] * 3 and not app._looking.done()
+        app._seen_at -= 2000  # too old to be told
+        waiting = [asyncio.create_task(gw.get("/health")) for _ in range(3)]
+        done, _ = await asyncio.wait(waiting, timeout=0.1)
+        assert not done
+        answer.set()
+        assert [(await w).json["status"] for w in waiting] == ["loading"] * 3
 
 
 @pytest.mark.parametrize(
