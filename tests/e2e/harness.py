@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.protocol import parse_log_line
+from tests.support import meaning
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = Path(os.environ.get("MOORAGE_DEMO_MODEL", ROOT / "ops" / "demo_model"))
@@ -63,6 +64,15 @@ def ending_rules(model: Path) -> dict:
     end = next(str(token["id"]) for token in added if token["content"] == "<|im_end|>")
     clamp = {"frequency_penalty": {"force": 0.5}, "logit_bias": {"force": {end: 5}}, "output_tokens": {"max": 2048}}
     return {"model": BOUNDED, "clamp": clamp, "tools": {"otherwise": "pass"}}
+
+
+def check_meaning(record: dict) -> None:
+    """What the engine was sent says what the agent said: texts, calls, results, thoughts, in their order, and the same tools."""
+    asked, sent = json.loads(record["received"]["body"]), json.loads(record["sent"]["body"])
+    read = {"chat": meaning.of_chat, "messages": meaning.of_messages, "responses": meaning.of_responses}[record["dialect"]]
+    assert meaning.of_chat(sent) == read(asked)
+    offered = meaning.tools_of(asked)
+    assert meaning.tools_of(sent) == offered and bool(offered) == bool(asked.get("tools"))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import BOUNDED, CUT, ROOT, Service
+from .harness import BOUNDED, CUT, ROOT, Service, check_meaning
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -81,6 +81,8 @@ def exchanges(running: Service, since: float, dialect: str, least: int) -> list[
     records = [r for r in running.records(least, since) if r["dialect"] == dialect]
     bad = [(r["status"], r["outcome"], r["error"]) for r in records if r["status"] != 200 or r["outcome"] != "ok"]
     assert not bad
+    for record in records:
+        check_meaning(record)
     return [r for r in records if json.loads(r["received"]["body"]).get("tools")]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import BOUNDED, ROOT, Service
+from .harness import BOUNDED, ROOT, Service, check_meaning
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -72,6 +72,8 @@ def test_a_session_of_three_turns_has_no_protocol_error(running: Service, worksp
     records = running.records(len(TURNS), since=began)
     bad = [r for r in records if r["status"] != 200 or r["outcome"] != "ok" or r["answer"]["malformed"]]
     assert not bad, json.dumps(bad)[:2000]
+    for record in records:
+        check_meaning(record)
     turns = [record for record in records if json.loads(record["received"]["body"]).get("tools")]
     assert len(turns) >= len(TURNS)
     prompts = [record["reuse"]["prompt"] for record in turns]

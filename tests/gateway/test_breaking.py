@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.diagnostics.reader import Reader
 from tests.support.gateway import ask
 from tests.support.processes import GatewayProcess, Redis, Upstream
 
@@ -167,6 +168,33 @@ async def test_a_full_file_system_under_load(up: Upstream, tmp_path: Path) -> No
             assert said(gateway, "No space left on device") == 1
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+async def test_kill_9_under_load_loses_what_waited_and_nothing_that_was_written(up: Upstream, tmp_path: Path) -> None:
+    """Every record that was counted as written is there; the next start goes on behind the torn line, if there is one."""
+    with GatewayProcess(config(up), tmp_path) as gateway:
+        async with Load(gateway) as load:
+            await load.more(100)
+            written = gateway.metric('moorage_records{what="written"}')
+            assert written
+            for task in load._tasks:
+                task.cancel()  # their gateway dies under them
+            gateway.kill(signal.SIGKILL)
+            await asyncio.gather(*load._tasks, return_exceptions=True)
+            load._tasks = []
+        left = records(gateway)
+        assert len(left) >= written and [r["outcome"] for r in left].count("ok") <= load.ends.total() + WORKERS
+        with gateway.records.open("ab") as torn:  # as a kill in the middle of a write leaves it; this one may have
+            torn.write(b'{"v":1,"id":"req_torn')
+        gateway.start()
+        async with Load(gateway) as load:
+            await load.more(20)
+        # Nothing waits any more: nothing is lost.
+        await eventually(lambda: len(records(gateway)) == len(left) + load.ends.total())
+        assert gateway.metric('moorage_records{what="queued"}') == gateway.metric('moorage_records{what="dropped"}') == 0
+        gateway.kill(signal.SIGKILL)
+        reader = Reader(gateway.records)
+        assert len(list(reader.records())) == len(left) + load.ends.total() and reader.skipped == 1
 
 
 async def test_the_only_engine_is_killed_mid_stream_and_comes_back(up: Upstream, tmp_path: Path) -> None:

@@ -130,5 +130,20 @@ def test_a_row_changes_only_what_it_says() -> None:
     assert parse({}, "t", {}).policy("m", "k", "/") == Policy()
 
 
+def test_rows_hold_for_their_model_key_and_route() -> None:
+    rows = [{"model": "qwen*", "unknown": "drop"}, {"key": "desk", "tools": {"retries": 3}}]
+    rows.append({"route": "/v1/messages", "thinking": {"default": False}})
+    config = parse({"policies": rows}, "t", {})
+    for model, key, route in [
+        ("qwen3", "lab", "/v1/responses"),
+        ("glm", "desk", "/v1/responses"),
+        ("glm", "lab", "/v1/messages"),
+    ]:
+        found = config.policy(model, key, route)
+        assert found.unknown == ("drop" if model == "qwen3" else "pass") and found.tools.retries == (3 if key == "desk" else 1)
+        assert found.thinking.default == (False if route == "/v1/messages" else None)
+    assert config.policy("glm", "lab", "/v1/responses") == Policy()
+
+
 def test_secrets_hide_themselves() -> None:
     assert "hush" not in f"{Secret('hush')} {Secret('hush')!r}"

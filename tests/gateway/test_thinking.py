@@ -1,5 +1,6 @@
 """Off means off: every spelling in, one meaning, one spelling out; and the answer is checked."""
 
+import asyncio
 import json
 
 import msgspec
@@ -220,6 +221,39 @@ async def test_violations_can_be_errors(up, tmp_path, stream) -> None:
     async with Gateway(settings(up.base, policies=[rule]), tmp_path) as gw:
         got = await gw.post(ask(stream=stream))
     assert got.status == 502 and got.json["error"]["code"] == "thinking_violation"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_violations_can_be_logged_and_pass(up, tmp_path, stream, caplog) -> None:
+    up.script(Stream(THOUGHT) if stream else Whole(message("5", reasoning_content="hm hm")))
+    rule = {"thinking": {"force": False, "on_violation": "log"}}
+    async with Gateway(settings(up.base, policies=[rule]), tmp_path) as gw:
+        got = await gw.post(ask(stream=stream))
+        (record,), metrics = await gw.records(), await gw.get("/metrics")
+    assert b"hm" in got.body and (got.text() if stream else got.json["choices"][0]["message"]["content"]) == "5"
+    assert [d["rule"] for d in record["decisions"]].count("violation.log") == 1
+    assert b'moorage_decisions_total{rule="violation.log",stage="thinking"} 1.0' in metrics.body
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_streamed_violation_ends_at_its_first_token_and_the_upstream_is_cancelled(up, tmp_path, path) -> None:
+    up.script(Stream([reasoning("hm"), 300.0, content("5"), finish()]))
+    rule = {"thinking": {"force": False, "on_violation": "error"}}
+    body = ask(stream=True, max_tokens=9) if "responses" not in path else {"model": "m", "input": "hi", "stream": True}
+    async with Gateway(settings(up.base, policies=[rule]), tmp_path) as gw:
+        got = await asyncio.wait_for(gw.post(body, path), 60)  # the upstream itself would take five minutes
+        (record,) = await gw.records()
+        await gone(up)
+    assert b"hm" not in got.body and record["error"]["code"] == "thinking_violation" and len(record["attempts"]) == 1
+
+
+async def gone(up: FakeUpstream) -> None:
+    """Until the upstream has seen its client leave."""
+    for _ in range(3000):
+        if up.cancelled:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the upstream was not cancelled")
 
 
 async def test_a_violation_is_asked_once_more_in_stricter_form(up, tmp_path) -> None:

@@ -104,3 +104,13 @@ def test_bad_answers_are_counted_and_shown(bench) -> None:
         group = {"port": upstream.port, "path": "/elsewhere/v1", "body": base64.b64encode(b"{}").decode(), "requests": 2}
         (got,) = client.run({"seconds": 60, "groups": [group]})
     assert (got["count"], got["bad"]) == (0, 2) and '"status": "ok"' in got["sample"]
+
+
+def test_the_page_has_the_figures_of_the_run(bench) -> None:
+    """Every row of the tables in docs/results.md is what `gateway.py` makes of docs/results/gateway.json."""
+    data = json.loads((ROOT / "docs/results/gateway.json").read_text())
+    samples = [bench.Sample(**s) for s in data["samples"] if s["foreign"] <= bench.MAX_FOREIGN]
+    page, names = (ROOT / "docs/results.md").read_text(), ["direct", *data["idle_mb"]]
+    rows = [*bench.tables(samples, names), *bench.beside_table(samples, names)]
+    assert len(rows) > 20 and [row for row in rows if row and row not in page] == []
+    assert f"Idle: {data['idle_mb']['moorage']:.0f} MB" in page

@@ -104,3 +104,15 @@ def _responses(body: dict[str, Any]) -> Iterator[Fact]:
             output = item["output"]
             text = output if isinstance(output, str) else "".join(p["text"] for p in output)
             yield "result", item["call_id"], "".join(text.split())
+
+
+def tools_of(body: dict[str, Any]) -> set[str]:
+    """The names of the tools that a body of any dialect offers, without those that only a provider could run."""
+    return {name for tool in body.get("tools") or () for name in _names(tool)}
+
+
+def _names(tool: dict[str, Any]) -> Iterator[str]:
+    if tool.get("type") == "namespace":
+        yield from (f"{tool['name']}__{name}" for inner in tool["tools"] for name in _names(inner))
+    elif tool.get("type", "function") in ("function", "custom") and (name := (tool.get("function") or tool).get("name")):
+        yield name

@@ -13,7 +13,9 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
+from gateway.diagnostics.cli import logs
 from tests.support.fake_upstream import Stream, Whole, chunk, content, finish, message, reasoning, tool_call, usage
 from tests.support.gateway import Got
 from tests.support.litellm_proxy import MASTER_KEY, UPSTREAM_KEY, Proxy
@@ -312,6 +314,21 @@ async def test_our_engine_gets_hints_and_nobody_else_does(proxy, dialect) -> Non
     record = await proxy.record(got.headers["x-moorage-request-id"])
     assert {"tools", "user"} <= kinds and ours["moorage"]["session"].endswith("s-7")
     assert record["hints"]["anchors"] == ours["moorage"]["anchors"] and "moorage" not in proxy.up.requests[-1].json
+
+
+@each_dialect
+async def test_why_and_report_read_the_plugins_records(proxy, dialect) -> None:
+    """Two turns of a session, the second with another beginning: the cause is found as in the gateway's own records."""
+    session = f"why {dialect.path}"
+    for text in ("The date is 2026-03-01. Fix it", "The date is 2026-03-02. Fix it"):
+        proxy.up.script(answer(False, "Done"))
+        got = await proxy.post(dialect.path, dialect.ask("m", text + " please" * 50), session_id=session, user_agent="codex/1")
+        record = await proxy.record(got.headers["x-moorage-request-id"])
+    path = str(proxy.path)
+    run = CliRunner().invoke(logs, ["why", record["id"], "-r", path])
+    assert run.exit_code == 0 and "2026-03-01" in run.output and "2026-03-02" in run.output, run.output
+    rows = json.loads(CliRunner().invoke(logs, ["report", path, "--json"]).output)
+    assert any(row["agent"] == "codex" and row["requests"] >= 2 for row in rows)
 
 
 @each_dialect

@@ -143,3 +143,13 @@ def test_only_the_plugin_file_imports_litellm_on_top_and_nobody_imports_it() -> 
         if path.name != "litellm_plugin.py":
             assert not any(n.split(".")[0] == "litellm" for n in names), path
         assert "gateway.litellm_plugin" not in names, path
+
+
+def test_every_hook_is_defined_on_the_class_that_litellm_looks_at() -> None:
+    """It runs `async_pre_call_hook` only when the callback's own class has it."""
+    tree = ast.parse((Path(__file__).resolve().parents[3] / "gateway/litellm_plugin.py").read_text())
+    (plugin,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Moorage"]
+    hooks = {node.name for node in plugin.body if isinstance(node, ast.AsyncFunctionDef)}
+    assert {"async_pre_call_hook", "async_pre_call_deployment_hook", "async_post_call_streaming_iterator_hook"} <= hooks
+    (parent,) = plugin.bases
+    assert parent.id == "CustomLogger" and not any("log_success" in name for name in hooks)  # it calls aborted streams a success
