@@ -6,6 +6,8 @@ API process. The API process owns request ids and text; the worker owns sequence
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,7 +16,12 @@ from engine.protocol import MoorageUsage
 
 DRAIN_S = 10.0  # running answers may go on for this long after SIGTERM: half of what ops gives the engine before SIGKILL
 BACKGROUND = -100  # priority of work that gives way to every request: preparing the next turn. At or below = background
-MAX_MESSAGE = 256 << 20  # a 1M-token prompt is ~5 MB; anything larger is a bug or an attack
+MAX_MESSAGE = 256 << 20  # a 1M-token prompt is 4 MB; anything larger is a bug or an attack
+
+
+def token_array(tokens: Iterable[int]) -> array:
+    """int32 token ids as they travel and are kept: a list of 128K takes milliseconds to decode, to check and to hand on."""
+    return array("i", tokens)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +73,7 @@ class Anchor(msgspec.Struct, frozen=True, kw_only=True):
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     id: str
-    tokens: list[int]
+    tokens: array  # of `token_array`
     max_new: int  # 0 = prefill only: the prompt is computed and kept for later requests
     sampling: Sampling = Sampling()
     stop_ids: tuple[int, ...] = ()
@@ -164,9 +171,10 @@ class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
 
 FromWorker = Loading | Ready | Failed | Tokens | Started | Done | RequestError | ControlReply
 
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
+# token arrays, the only type msgpack does not know, travel as their bytes
+_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=lambda _, data: array("i", data))
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=lambda tokens: memoryview(tokens).cast("B"))
 
 
 def frame(message: ToWorker | FromWorker) -> bytes:

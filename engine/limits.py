@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.ipc import Generate, RequestError
 
 
@@ -34,7 +36,8 @@ def refuse(request: Generate, limits: Limits, waiting: int) -> RequestError | No
 
 def _outside(request: Generate, vocab: int) -> int | None:
     """The first token id named anywhere in the request that the model does not have."""
-    if request.tokens and (min(request.tokens) < 0 or max(request.tokens) >= vocab):
+    ids = np.frombuffer(request.tokens, np.int32) if request.tokens else np.zeros(1, np.int32)
+    if ids.min() < 0 or ids.max() >= vocab:
         return next(t for t in request.tokens if not 0 <= t < vocab)
     p, thinking = request.sampling, request.thinking
     named = [*p.logit_bias, *p.banned, *request.stop_ids, *(thinking.close if thinking else ())]

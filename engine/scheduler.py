@@ -86,7 +86,7 @@ class Scheduler:
                 arrived=self._clock(),
                 arrived_at=self._fair.now,
                 sampler=sampler,
-                tokens=list(request.tokens),
+                tokens=request.tokens[:],
             )
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -98,7 +99,7 @@ class Sampler:
             self.grammar.observe(token)
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: array, b: array) -> int:
     """Length of the longest common prefix. Bisects on slices, which compare at C speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:
@@ -124,7 +125,7 @@ class Sequence:
     arrived: float  # seconds, monotonic clock
     arrived_at: float  # virtual time of engine.fairness
     sampler: Sampler
-    tokens: list[int]
+    tokens: array  # of ipc.token_array
     tag: float = 0.0  # fair-queueing order among admitted prefills, smaller is earlier
     computed: int = 0
     lease: Lease | None = None
@@ -175,7 +176,7 @@ class Sequence:
         self.lease, self.computed = lease, lease.match.common
         grown = len(lease.tokens) - len(self.tokens)
         if grown or lease.tokens != self.tokens:
-            self.tokens = list(lease.tokens)
+            self.tokens = lease.tokens[:]
             self.prompt += grown
             self.limit = min(self.limit, max(0, max_context - self.prompt))
 

@@ -18,7 +18,7 @@ from engine.api.plan import ChatPlan, plan_chat
 from engine.api.requests import ChatRequest, check_ranges, convert, read_body, sampling_of, stops_of
 from engine.api.service import Service
 from engine.api.transport import DONE, EventStream, begun, event, while_connected
-from engine.ipc import Generate
+from engine.ipc import Generate, token_array
 from engine.text.detokenizer import Detokenizer
 from engine.text.parser import OutputParser
 from engine.text.stops import StopMatcher
@@ -80,7 +80,7 @@ def _turn(service: Service, text: TextModel, request: ChatRequest, plan: ChatPla
         choices.append(choice)
         generate = Generate(
             id=f"{ident}-{index}",
-            tokens=plan.tokens,
+            tokens=token_array(plan.tokens),
             max_new=plan.max_new,
             sampling=sampling_of(request, service.engine.state.vocab, plan.banned, index),
             stop_ids=() if request.ignore_eos else text.stop_ids,

@@ -28,7 +28,7 @@ from engine.api.requests import (
 )
 from engine.api.service import Service
 from engine.api.transport import DONE, EventStream, begun, event, while_connected
-from engine.ipc import Generate, TokenLogprob
+from engine.ipc import Generate, TokenLogprob, token_array
 from engine.text.detokenizer import Detokenizer
 from engine.text.stops import StopMatcher
 from engine.text.stream import Text
@@ -136,7 +136,7 @@ def _job(
             choice = Choice(index, Detokenizer(text.tokenizer), StopMatcher(stops), None)
             generate = Generate(
                 id=f"{ident}-{index}",
-                tokens=tokens,
+                tokens=token_array(tokens),
                 max_new=max_new,
                 sampling=sampling_of(request, service.engine.state.vocab, (), k),
                 stop_ids=() if request.ignore_eos else text.stop_ids,

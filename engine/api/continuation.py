@@ -15,7 +15,7 @@ from typing import Any
 from engine.api.answer import Choice, message_of
 from engine.api.plan import ChatPlan
 from engine.api.service import Service
-from engine.ipc import BACKGROUND, Anchor, Done, Generate
+from engine.ipc import BACKGROUND, Anchor, Done, Generate, token_array
 from engine.protocol import log_line
 from engine.text.messages import MessageError, normalise
 from engine.text.text_model import TextModel
@@ -74,7 +74,7 @@ class Continuations:
     async def _prefill(self, plan: ChatPlan, tokens: list[int], ident: str) -> None:
         request = Generate(
             id=ident,
-            tokens=tokens,
+            tokens=token_array(tokens),
             max_new=0,
             anchors=(Anchor(offset=len(tokens), kind="turn", weight=0.9),),
             session=plan.session,

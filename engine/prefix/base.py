@@ -7,6 +7,7 @@ only); that pair is one unit here, so nothing above asks what kind of model it i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,7 +37,7 @@ class Lease(Protocol):
     """One live sequence's hold on pages and a state slot. Everything it holds is pinned until `close`."""
 
     match: Match
-    tokens: list[int]  # the prompt to compute: the request's, except where a stored tokenization spells the same text
+    tokens: array  # int32; the prompt to compute: the request's, except where a stored tokenization spells the same text
     pages: list[int]  # page ids in order; page i holds tokens [i * PAGE, (i + 1) * PAGE)
     slot: int  # state slot of this sequence (0-based; valid for models without states too)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -93,22 +94,20 @@ class RadixCache:
     ) -> RadixLease:
         if not self.slots.free:
             raise OutOfPages(f"all {self.slots.total} sequence slots are in use")
-        prompt = np.fromiter(tokens, np.int32, len(tokens))  # a list of 128K tokens: 1.8 ms, np.asarray takes 2.1
+        prompt = np.array(tokens, np.int32)
         if not reuse:
-            lease = RadixLease(self, session, Match(0, reason="off"), list(tokens), *self.slots.take(1))
+            lease = RadixLease(self, session, Match(0, reason="off"), array("i", prompt.tobytes()), *self.slots.take(1))
             lease.keep = False
             self.storage.clear(lease.slot)
             return lease
         if self.disk is not None:
             self.disk.tick()
-        sent = prompt
         prompt, anchors = self._spelled(prompt, anchors, most)
-        spelled = list(tokens) if prompt is sent else prompt.tolist()
         walk = self.tree.walk(prompt)
         known = self.history.known(session, walk, len(prompt))
         node, common = self._usable(walk, len(prompt) - 1, disk=False)
         source = "none" if node is None else "live" if node.locks else "ram"
-        lease = RadixLease(self, session, Match(common, source), spelled, *self.slots.take(1))
+        lease = RadixLease(self, session, Match(common, source), array("i", prompt.tobytes()), *self.slots.take(1))
         self._lock(lease, node)
         try:
             lease.pages = self._adopt(walk, common)

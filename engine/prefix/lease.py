@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RadixLease:
-    def __init__(self, cache: RadixCache, session: str, match: Match, tokens: list[int], slot: int) -> None:
+    def __init__(self, cache: RadixCache, session: str, match: Match, tokens: array, slot: int) -> None:
         self.match = match
         self.tokens = tokens
         self.pages: list[int] = []

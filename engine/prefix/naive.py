@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.ipc import Anchor
+from engine.ipc import Anchor, token_array
 from engine.nn.batch import PAGE, Cache
 from engine.prefix.base import Match, OutOfPages
 
@@ -17,7 +17,7 @@ class NaiveLease:
 
     def __init__(self, owner: NaivePrefixCache, tokens: Sequence[int], slot: int) -> None:
         self.match = Match(common=0, reason="no-reuse")
-        self.tokens = list(tokens)
+        self.tokens = token_array(tokens)
         self.pages: list[int] = []
         self.slot = slot
         self._owner = owner

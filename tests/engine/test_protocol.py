@@ -14,12 +14,20 @@ def test_log_line_round_trips_and_stays_one_line(fields: dict[str, str]) -> None
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17))
 def test_frames_survive_any_split(sizes: list[int], step: int) -> None:
-    messages = [ipc.Generate(id=str(i), tokens=list(range(n)), max_new=n) for i, n in enumerate(sizes)]
+    messages = [ipc.Generate(id=str(i), tokens=ipc.token_array(range(n)), max_new=n) for i, n in enumerate(sizes)]
     data = b"".join(ipc.frame(m) for m in messages)
     reader, out = ipc.FrameReader(to_worker=True), []
     for at in range(0, len(data), step):
         out += reader.feed(data[at : at + step])
     assert out == messages
+
+
+def test_a_long_prompt_travels_as_four_bytes_a_token_and_stays_an_array() -> None:
+    """As a list it took longer to decode, check and convert than a hit may cost."""
+    message = ipc.Generate(id="r", tokens=ipc.token_array(range(100_000, 228_000)), max_new=1)
+    data = ipc.frame(message)
+    assert len(data) < 4.1 * len(message.tokens)
+    assert ipc.FrameReader(to_worker=True).feed(data) == [message]
 
 
 def test_every_worker_message_round_trips() -> None:

@@ -13,7 +13,7 @@ async def test_text_and_token_prompts_mean_the_same(dirs):
         tokens = server.service.text.tokenizer.encode("The capital of France is<|im_end|>")
         ids = await server.openai.completions.create(model="tiny", prompt=tokens)
     assert text.choices[0].text == ids.choices[0].text == " Paris."
-    assert [r.tokens for r in server.engine.requests] == [tokens, tokens]
+    assert [list(r.tokens) for r in server.engine.requests] == [tokens, tokens]
     assert server.engine.requests[0].max_new == 16
     assert text.usage.prompt_tokens == len(tokens) and text.usage.model_dump()["moorage"]["prompt"] == len(tokens)
 
@@ -24,7 +24,7 @@ async def test_lists_of_prompts_times_n(dirs):
         many = await server.openai.completions.create(model="tiny", prompt=[[1, 2], [3]])
     assert [c.index for c in made.choices] == [0, 1, 2, 3] and [c.index for c in many.choices] == [0, 1]
     encode = server.engine.encode
-    assert [r.tokens for r in server.engine.requests] == [encode("a"), encode("a"), encode("b c"), encode("b c"), [1, 2], [3]]
+    assert [list(r.tokens) for r in server.engine.requests] == [encode("a"), encode("a"), encode("b c"), encode("b c"), [1, 2], [3]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,7 +39,7 @@ async def test_a_long_thought_before_a_call_is_prepared_for_the_client_that_stri
         made = (await server.chat(messages=QUESTION, tools=[tool()])).json()["choices"][0]["message"]
         await quiet(server)
         live = server.engine.streams[0]
-        sampled = live.request.tokens + server.engine.encode(f"<think>\n{thought}\n</think>\n\n{CALL}{CALL}{CALL}")
+        sampled = live.request.tokens.tolist() + server.engine.encode(f"<think>\n{thought}\n</think>\n\n{CALL}{CALL}{CALL}")
         prepared = [r.tokens for r in background(server)]
         if strip:
             made.pop("reasoning_content")

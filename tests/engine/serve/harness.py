@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.build import Parts
 from engine.grammar import Grammars
-from engine.ipc import Done, FromWorker, Generate, RequestError, Sampling, Started, Tokens
+from engine.ipc import Done, FromWorker, Generate, RequestError, Sampling, Started, Tokens, token_array
 from engine.limits import Limits
 from engine.nn.batch import PAGE, Cache
 from engine.prefix.base import PrefixCache
@@ -19,7 +19,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def generate(id: str, tokens: list[int], max_new: int = 8, **more: object) -> Generate:
-    return Generate(id=id, tokens=tokens, max_new=max_new, **{"sampling": GREEDY, **more})
+    return Generate(id=id, tokens=token_array(tokens), max_new=max_new, **{"sampling": GREEDY, **more})
 
 
 class Engine:

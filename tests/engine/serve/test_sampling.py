@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.ipc import Generate, Sampling, Thinking
+from engine.ipc import Generate, Sampling, Thinking, token_array
 from engine.runner import sample
 from engine.sampling import NoToken, ban, draw, greedy, logprobs, nucleus, penalize, support, top_ids, uniform
 from engine.sequence import Sampler, Sequence
@@ -150,7 +150,7 @@ def test_logprobs_are_those_of_the_raw_softmax(row, top) -> None:
 
 
 def row_request(p: Sampling, tokens: list[int] | None = None, **more: object) -> Generate:
-    return Generate(id="r", tokens=tokens or [0], max_new=9, sampling=p, **more)
+    return Generate(id="r", tokens=token_array(tokens or [0]), max_new=9, sampling=p, **more)
 
 
 def sequence(request: Generate) -> Sequence:
@@ -161,7 +161,7 @@ def sequence(request: Generate) -> Sequence:
         arrived=0.0,
         arrived_at=0.0,
         sampler=Sampler(request),
-        tokens=list(request.tokens),
+        tokens=request.tokens[:],
     )
 
 

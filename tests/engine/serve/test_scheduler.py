@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.ipc import BACKGROUND, Done, RequestError, Sampling, Started, Tokens
+from engine.ipc import BACKGROUND, Done, RequestError, Sampling, Started, Tokens, token_array
 from engine.nn.batch import Cache
 from engine.prefix.base import Match
 from engine.prefix.cache import RadixCache
@@ -404,7 +404,7 @@ def test_a_prompt_spelled_otherwise_by_the_cache_is_computed_as_the_cache_says(s
     class Respelling(NaivePrefixCache):
         def open(self, tokens, **more):
             lease = super().open(tokens, **more)
-            lease.tokens = [*[9] * spelling, *tokens[2:]]
+            lease.tokens = token_array([*[9] * spelling, *tokens[2:]])
             return lease
 
     engine = FakeEngine(make_prefix=Respelling)
