@@ -24,13 +24,14 @@ from engine.prefix.records import DiskIndex, Record
 from engine.prefix.recover import bind, no_garbage_collection, recover
 from engine.prefix.store import MAX_JOBS, DiskStore, Outcome, WriteJob
 from engine.prefix.unwritten import Unwritten
+from engine.prefix.writes import WriteBudget
 from engine.protocol import log_line
 
 logger = logging.getLogger(__name__)
 
 # A run is cut here: others share no more than tools and system text; after a restart an edit or a second try goes back this far.
 BORDERS = FIXED | {"grid", "user"}
-HOUR, DAY = 3600.0, 86400.0
+DAY = 86400.0
 BACKOFF_S = 60.0  # after a failed write: a full disk does not get fuller by asking every turn
 ACTIVE_S = 600.0  # since its last read a conversation counts as going on: agents ask every few seconds, people pause for minutes
 EXPIRE_EVERY_S = 600.0  # between two looks for records past their lifetime
@@ -61,7 +62,7 @@ class DiskTier:
         self._tree = tree
         self._clock = clock
         self._record_tokens = max(1, RECORD_BYTES // max(1, storage.row_bytes) // storage.page) * storage.page
-        self._spent: Counter[int] = Counter()  # bytes written by hour
+        self._writes = WriteBudget(config.daily_bytes, config.budget)
         self._paused_until = 0.0
         self._next_expiry = 0.0
         self._used: dict[int, Record] = {}  # read since the last Use frames
@@ -79,7 +80,7 @@ class DiskTier:
             self._log("journal damaged", bytes=reading.damaged, hint="what is behind the damage is prefilled again")
         found = recover(reading.frames, self._tree)
         self.counters["orphans"] += found.orphans
-        self._spent.update(found.spent)
+        self._writes.spent.update(found.spent)
         self.index.load(found.records)
         self.index.next_id = found.next_id
         if reading.damaged or found.stale:
@@ -125,8 +126,9 @@ class DiskTier:
         count = last.end - start
         kv_bytes = count * self._storage.row_bytes
         state_bytes = self._storage.state_bytes if last.state is not None else 0
+        again = sum(len(n.tokens) for n in run if n.written) * self._storage.row_bytes
         with self.index.pinned(parent):
-            if not self._admit(kv_bytes + state_bytes, owner, segment):
+            if not self._admit(kv_bytes + state_bytes, owner, segment, again):
                 return None
         record = Record(self.index.next_id, parent, start, last.end, self._clock())
         record.kv_bytes, record.state_bytes = kv_bytes, state_bytes
@@ -141,7 +143,7 @@ class DiskTier:
         offset, storage, blob = start % self._storage.page, self._storage, last.state
         self.index.add(record, segment)
         bind(self._tree, record, run[::-1])
-        self._spent[int(self._clock() // HOUR)] += record.bytes
+        self._writes.spend(self._clock(), record.bytes, again)
         job = WriteJob(put, lambda: storage.read_rows(held, offset, count), lambda: storage.pack(blob), held)
         self._store.submit(job)
         return record
@@ -160,8 +162,8 @@ class DiskTier:
             else:
                 self.save(turn.path, turn.pages, turn.owner, turn.segment)
 
-    def _admit(self, size: int, owner: str | None = None, segment: int = Segment.PROTECTED) -> bool:
-        """Room in day and budget for `size` bytes; makes room in the budget.
+    def _admit(self, size: int, owner: str | None = None, segment: int = Segment.PROTECTED, again: int = 0) -> bool:
+        """Room in day and budget for `size` bytes, `again` of them on disk before; makes room in the budget.
 
         What another session used a moment ago is not given up for `owner`, unless nobody has read it yet and `owner` goes on
         with a conversation: two that do not fit together would only push each other out and be written again at every turn.
@@ -169,10 +171,9 @@ class DiskTier:
         now = self._clock()
         if now < self._paused_until <= now + BACKOFF_S:  # a pause further away than that: the clock was set back
             return self._refuse("disk-error")
-        hour = int(now // HOUR)
-        self._spent = Counter({h: b for h, b in self._spent.items() if hour - 24 < h <= hour})
-        if sum(self._spent.values()) + size > self.config.daily_bytes:
-            return self._refuse("daily-cap")
+        refusal = self._writes.refusal(now, size, again)
+        if refusal:
+            return self._refuse(refusal)
         if size > self.index.budget:
             return self._refuse("larger-than-budget")
         unproven = segment == Segment.PROBATION
@@ -337,6 +338,7 @@ class DiskTier:
 
     def resize(self, budget: int) -> None:
         self.index.resize(budget)
+        self._writes.least = budget
         self._admit(0)
 
     def tick(self) -> None:
@@ -358,7 +360,7 @@ class DiskTier:
         for record in self._used.values():
             self._store.note(Use(record.id, record.used, record.reads, record.owner))
         self._used.clear()
-        for hour, size in self._spent.items():
+        for hour, size in self._writes.spent.items():
             self._store.note(Spent(hour, size))
 
     def close(self) -> None:
@@ -381,7 +383,7 @@ class DiskTier:
             "records": len(self.index.records),
             "pending": self.pending,
             "pending_pages": self._store.pending_pages,
-            "written_24h_bytes": sum(self._spent.values()),
+            "written_24h_bytes": self._writes.spent.total(),
             "daily_cap_bytes": self.config.daily_bytes,
             "ttl_s": self.config.ttl_s,
             "counters": dict(self.counters),

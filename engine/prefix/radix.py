@@ -43,6 +43,7 @@ class Node:
         "gone",
         "key",
         "record",
+        "written",
     )
 
     def __init__(self, parent: Node | None, tokens: np.ndarray, start: int) -> None:
@@ -63,6 +64,7 @@ class Node:
         self.gone = ""  # why a ghost lost its pages; "" when they were never computed
         self.key = b""  # chain hash of tokens [0, end), filled by `RadixTree.key`
         self.record: Any = None  # disk record of this node, owned by the disk tier
+        self.written = False  # it had a record once
 
     @property
     def end(self) -> int:
@@ -132,7 +134,7 @@ class RadixTree:
         upper = Node(node.parent, node.tokens[: at - node.start], node.start)
         upper.segment, upper.locks, upper.hits, upper.born = node.segment, node.locks, node.hits, node.born
         upper.owner = node.owner
-        upper.gone, upper.record = node.gone, node.record
+        upper.gone, upper.record, upper.written = node.gone, node.record, node.written
         if node.record is not None:
             node.record.nodes.append(upper)
         if node.pages is not None:
@@ -162,6 +164,7 @@ class RadixTree:
         if node.pages is None and (node.record is None) != (record is None):
             self.ghost_tokens += len(node.tokens) * (1 if record is None else -1)
         node.record = record
+        node.written = node.written or record is not None
         if record is None and node.pages is None and not node.locks:
             self.on_ghost(node)
 
