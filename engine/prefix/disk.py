@@ -70,6 +70,9 @@ class DiskTier:
         self._store = store
         with no_garbage_collection(lambda: len(self.index.records)):
             self._load(store.load())
+        opened = {"records": len(self.index.records), "bytes": self.index.bytes, "others": store.others}
+        hint = "the caches of other weights, templates or kernels are not used" if store.others else None
+        self._log("disk opened", **opened, hint=hint)
         store.sweep(set(self.index.records), clock() - config.ttl_s)
         self._expire()
 

@@ -157,15 +157,18 @@ class Files:
         return gone
 
 
+def strangers(root: Path, keep: Path) -> list[Path]:
+    """Directories of other identities under `root`. Raises OSError."""
+    return [d for d in root.iterdir() if d != keep and _IDENTITY.fullmatch(d.name) and d.is_dir()]
+
+
 def retire_strangers(root: Path, keep: Path, before: float) -> list[str]:
     """Delete directories of other identities under `root` that no server holds and nobody wrote since `before` (wall clock).
 
     A model that was replaced would otherwise keep its cache for ever. Returns the names of what went. Raises OSError.
     """
     gone = []
-    for directory in root.iterdir():
-        if directory == keep or not _IDENTITY.fullmatch(directory.name) or not directory.is_dir():
-            continue
+    for directory in strangers(root, keep):
         journal = directory / "journal"
         if (journal if journal.exists() else directory).stat().st_mtime >= before:
             continue

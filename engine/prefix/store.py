@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.prefix.files import KV, STATE, Files, buffer_of, retire_strangers
+from engine.prefix.files import KV, STATE, Files, buffer_of, retire_strangers, strangers
 from engine.prefix.journal import Drop, DropState, Frame, Journal, Put, Reading, read, rewrite
 from engine.protocol import log_line
 
@@ -60,6 +60,7 @@ class DiskStore:
     def __init__(self, root: Path, identity: bytes) -> None:
         self._files = Files(root / identity.hex(), identity)
         self._files.open()
+        self.others = len(strangers(root, self._files.root))  # what other weights, templates, kernels left here
         self._journal = Journal(self._files.root / "journal")
         self._jobs: queue.Queue[WriteJob | Frame | _Sweep | _Stop] = queue.Queue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()

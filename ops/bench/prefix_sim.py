@@ -64,7 +64,7 @@ class NoDisk:
     """`DiskStore` that finishes every job at once and keeps nothing."""
 
     directory = "nowhere"
-    pending = pending_pages = 0
+    pending = pending_pages = others = 0
 
     def __init__(self) -> None:
         self._done: list[Outcome] = []

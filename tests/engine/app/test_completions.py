@@ -24,7 +24,14 @@ async def test_lists_of_prompts_times_n(dirs):
         many = await server.openai.completions.create(model="tiny", prompt=[[1, 2], [3]])
     assert [c.index for c in made.choices] == [0, 1, 2, 3] and [c.index for c in many.choices] == [0, 1]
     encode = server.engine.encode
-    assert [list(r.tokens) for r in server.engine.requests] == [encode("a"), encode("a"), encode("b c"), encode("b c"), [1, 2], [3]]
+    assert [list(r.tokens) for r in server.engine.requests] == [
+        encode("a"),
+        encode("a"),
+        encode("b c"),
+        encode("b c"),
+        [1, 2],
+        [3],
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

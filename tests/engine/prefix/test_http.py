@@ -211,3 +211,42 @@ async def test_control_over_http(model: Path, tmp_path: Path) -> None:
             await asyncio.sleep(0.01)  # pages wait for the writer
         resized = (await server.http.post("/v1/cache/rebuild", json={"flush": "all", "disk_bytes": 0})).json()
         assert resized["status"]["disk"]["bytes"] == 0 and resized["status"]["ram"]["pages_free"] == status["ram"]["pages"]
+
+
+async def test_rebuild_forgets_by_tier_by_session_or_all_and_resizes(model: Path, tmp_path: Path) -> None:
+    """What is left answers the next request: disk without memory, memory without disk, others without the session, nothing."""
+
+    talks: dict[str, list[int]] = {}
+
+    async def source(server: Server, session: str) -> str:
+        talks[session] = [*talks.get(session, [ord(session), *((7 * i * i + 3 * i) % 690 for i in range(150))]), 5]
+        found = (await server.complete(talks[session], session, max_tokens=1))["usage"]["moorage"]["source"]
+        while server.prefix.tick():
+            server.prefix.disk.collect(wait_s=10)
+        return found
+
+    async with serving(model, kv_disk=str(tmp_path / "kv")) as server:
+
+        async def rebuild(**body: object) -> dict:
+            answer = await server.http.post("/v1/cache/rebuild", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        assert [await source(server, s) for s in "abab"] == ["none", "none", "ram", "ram"]
+        gone = (await rebuild(flush="ram"))["gone"]
+        assert gone["ram_tokens"] >= 300 and gone["disk_records"] == 0
+        assert [await source(server, s) for s in "ab"] == ["disk", "disk"]
+        gone = (await rebuild(flush="disk"))["gone"]
+        assert gone["ram_tokens"] == 0 and gone["disk_records"] >= 2
+        assert await source(server, "a") == "ram"
+        await rebuild(flush="ram")
+        assert [await source(server, s) for s in "ba"] == ["none", "disk"], "what memory held is written again, the rest is gone"
+        await rebuild(session="a")
+        assert [await source(server, s) for s in "ab"] == ["none", "ram"]
+        await rebuild(flush="all")
+        assert [await source(server, s) for s in "ab"] == ["none", "none"]
+        row = server.prefix.storage.row_bytes
+        small = (await rebuild(disk_bytes=200 * row + 3 * server.prefix.storage.state_bytes))["status"]
+        assert 0 < small["disk"]["bytes"] <= small["disk"]["budget_bytes"] and small["disk"]["records"] < 4
+        pages = small["ram"]["pages"]
+        assert (await rebuild(kv_bytes=pages // 2 * 64 * row))["status"]["ram"]["pages"] <= pages // 2

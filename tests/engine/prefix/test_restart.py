@@ -187,8 +187,9 @@ def other_template(copy: Path) -> None:
 
 @pytest.mark.parametrize("change", [other_weights, other_template])
 async def test_other_weights_and_another_template_find_nothing(
-    model: Path, tmp_path: Path, change: Callable[[Path], None]
+    model: Path, tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     disk = {"kv_disk": str(tmp_path / "kv")}
     copy = Path(shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copy2))
     async with serving(copy, **disk) as server:
@@ -198,6 +199,10 @@ async def test_other_weights_and_another_template_find_nothing(
     async with serving(copy, **disk) as server:
         said, usage = await answer(server, messages)
         assert usage["source"] == "none"
+        opened = [
+            f for e, f in filter(None, (parse_log_line(r.getMessage()) for r in caplog.records)) if e == "kv cache disk opened"
+        ]
+        assert [(f["records"], f["others"], "hint" in f) for f in opened] == [("0", "0", False), ("0", "1", True)]
         await server.engine.control("cache.rebuild", options={"flush": "all"})
         assert (await answer(server, messages))[0] == said
     async with serving(kept, **disk) as server:  # the first model's are still its own
