@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.experts.pressure import PAUSE_S, Governor, Memory, read_memory
+from engine.experts.pressure import PAUSE_S, Governor, Memory, read_device, read_memory
 from engine.hostmem import total_bytes
 from engine.memory import gib
 from engine.promises import Promise
@@ -25,8 +25,24 @@ LOOK_S = 1.0  # between two looks at memory: PSI's own window is ten seconds, a 
 Change = tuple[Store, int]  # and how many units it is to have
 
 
+class _Place:
+    """Stores that share one memory: the machine's, or a device's own."""
+
+    def __init__(self, stores: Sequence[Store], total: int, read: Callable[[], Memory], promise: Promise | None) -> None:
+        self.stores, self.read, self._promise = tuple(stores), read, promise
+        self.governor = Governor(total)
+        self.trimmed = float("-inf")
+
+    @property
+    def free(self) -> int:
+        """Available, and promised to nobody else."""
+        return self.read().available - (self._promise.others() if self._promise else 0)
+
+
 class Elastic:
-    """`stores` share the memory of one machine. What they had at first, or were told to have, is what they grow back to."""
+    """`stores` share the memory of one machine, or lie `on_device`, whose free and all bytes `device` tells as
+    torch.cuda.mem_get_info does. What they had at first, or were told to have, is what they grow back to.
+    """
 
     def __init__(
         self,
@@ -34,11 +50,17 @@ class Elastic:
         total: int | None = None,
         read: Callable[[], Memory] = read_memory,
         promise: Promise | None = None,
+        device: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        self._stores, self._read, self._promise = tuple(stores), read, promise
+        self._stores, self._promise = tuple(stores), promise
         self._wanted = {store.field: store.have for store in stores}
-        self._governor = Governor(total or total_bytes() or ENDLESS)
-        self._looked = self._trimmed = float("-inf")
+        there = [store for store in stores if store.on_device and device]
+        here = [store for store in stores if store not in there]
+        self._host = _Place(here, total or total_bytes() or ENDLESS, read, promise)
+        self._places = [self._host]
+        if device and there:
+            self._places.append(_Place(there, device()[1], lambda: read_device(device), None))
+        self._looked = float("-inf")
         self.moves = 0
         self._keep_promise()
 
@@ -47,9 +69,11 @@ class Elastic:
         return tuple(store.field for store in self._stores)
 
     def status(self) -> dict[str, object]:
-        memory = self._read()
+        memory = self._host.read()
         stores = {store.field: {**describe(store), "wanted": self._wanted[store.field]} for store in self._stores}
-        return {"available": memory.available, "stalled": memory.stalled, "moves": self.moves, "stores": stores}
+        device = next((place for place in self._places if place is not self._host), None)
+        there = {"device_available": device.read().available} if device else {}
+        return {"available": memory.available, "stalled": memory.stalled, **there, "moves": self.moves, "stores": stores}
 
     # --- by command
 
@@ -57,17 +81,18 @@ class Elastic:
         """Units that `sizes` (bytes by field; `max_running` counts) come to. Raises CannotResize; changes nothing."""
         changes = [(store, self._units(store, sizes[store.field])) for store in self._stores if store.field in sizes]
         after = {store.field: count for store, count in changes}
-        if any(count > store.have for store, count in changes):
-            own = {store.field: store.have * store.each - store.unused for store in self._stores}
-            whole = {store.field: after.get(store.field, store.have) * store.each for store in self._stores}
-            need, free = (
-                sum(whole.values()) - sum(own.values()),
-                self._read().available - (self._promise.others() if self._promise else 0),
-            )
-            if need > free:
-                kinds = ", ".join(f"{field} {gib(size)}" for field, size in whole.items() if size)
-                raise CannotResize(f"{kinds} need {gib(need)} more than is in use now, {gib(free)} are available: ask for less")
+        for place in self._places:
+            if any(count > store.have for store, count in changes if store in place.stores):
+                self._fits(place, after)
         return changes
+
+    def _fits(self, place: _Place, after: Mapping[str, int]) -> None:
+        own = sum(store.have * store.each - store.unused for store in place.stores)
+        whole = {store.field: after.get(store.field, store.have) * store.each for store in place.stores}
+        need, free = sum(whole.values()) - own, place.free
+        if need > free:
+            kinds = ", ".join(f"{field} {gib(size)}" for field, size in whole.items() if size)
+            raise CannotResize(f"{kinds} need {gib(need)} more than is in use now, {gib(free)} are available: ask for less")
 
     def set(self, sizes: Mapping[str, int]) -> None:
         """Change all of it or nothing, and keep to it. Raises CannotResize with everything as it was."""
@@ -118,24 +143,26 @@ class Elastic:
         """Look at memory if it is time, and follow it; returns the seconds until it wants to be called again."""
         if now - self._looked >= LOOK_S:
             self._looked = now
-            movable = [store for store in self._stores if not isinstance(store, PlaceStore)]  # requests are not interrupted
-            self._follow(now, movable, self._read())
+            for place in self._places:
+                self._follow(now, place)
             self._keep_promise()
         return LOOK_S
 
     def _keep_promise(self) -> None:
         """Tell other engines what of all this was not taken yet."""
         if self._promise:
-            self._promise.keep(sum(store.unused for store in self._stores))
+            self._promise.keep(sum(store.unused for store in self._host.stores))
 
-    def _follow(self, now: float, stores: Sequence[Store], memory: Memory) -> None:
+    def _follow(self, now: float, place: _Place) -> None:
+        stores = [store for store in place.stores if not isinstance(store, PlaceStore)]  # requests are not interrupted
+        memory = place.read()
         floors = [min(max(s.least, s.held), s.have) for s in stores]
         wanted = [max(self._wanted[s.field], floor) for s, floor in zip(stores, floors, strict=True)]
         have, least, most = (_bytes(stores, counts) for counts in ([s.have for s in stores], floors, wanted))
-        target = self._governor.target(now, have, least, most, memory)
+        target = place.governor.target(now, have, least, most, memory)
         if target == have:
-            if have <= least and self._governor.short(memory) and now - self._trimmed >= PAUSE_S:
-                self._trimmed = now
+            if have <= least and place.governor.short(memory) and now - place.trimmed >= PAUSE_S:
+                place.trimmed = now
                 self._trim(stores, memory)
             return
         share = (target - least) / (most - least)  # the same of every store's room between floor and wanted

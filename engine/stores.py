@@ -27,11 +27,13 @@ class CannotResize(Exception):
 class Store(Protocol):
     """`field` names it in commands. A unit takes `each` bytes; `have`, `least`, `most` and `held` count units.
 
-    `held` is what cannot go without interrupting a request, `unused` bytes of `have` that take no memory yet.
+    `held` is what cannot go without interrupting a request, `unused` bytes of `have` that take no memory yet. `on_device`: in
+    the memory of a device of its own.
     """
 
     field: str
     each: int
+    on_device: bool
 
     @property
     def have(self) -> int: ...
@@ -62,7 +64,9 @@ class Store(Protocol):
 
 
 class Plain:
-    """A store with nothing to remember and nothing to trim."""
+    """A store in host memory with nothing to remember and nothing to trim."""
+
+    on_device = False
 
     def keep(self) -> None: ...
 
@@ -80,6 +84,7 @@ class ExpertStore(Plain):
         self._executor, self.each = executor, executor.slot_bytes
         self.least = self.held = executor.least
         self.most = executor.most
+        self.on_device = executor.on_device
 
     @property
     def have(self) -> int:
@@ -99,6 +104,7 @@ class PageStore:
     """
 
     field = "kv_bytes"
+    on_device = False
 
     def __init__(self, prefix: RadixCache, scheduler: Scheduler, wanted: int) -> None:
         self._prefix, self._scheduler, self._wanted = prefix, scheduler, wanted

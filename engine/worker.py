@@ -27,6 +27,7 @@ from engine.build import BuildError, Parts, build
 from engine.cache_control import BadCommand, rebuild
 from engine.config import EngineConfig, parse_config
 from engine.elastic import Elastic
+from engine.experts.devices import memory_info
 from engine.ipc import (
     DRAIN_S,
     Cancel,
@@ -126,7 +127,7 @@ class Worker:
         self._scheduler = Scheduler(parts.prefix, parts.limits, clock, parts.grammars)
         self._runner = Runner(parts.forward)
         self._born = clock()
-        self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise)
+        self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise, device=memory_info())
         self._context = parts.limits.max_context  # as the API process was told
         self._broken = 0
         self._prefilled, self._decoded = Rate(), Rate()

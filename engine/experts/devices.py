@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, from what the kernel shows alone: no driver library is loaded for it.
+"""Which accelerators this machine has, from what the kernel shows alone: no driver library is loaded to find them.
 
 A GB10 (DGX Spark), a Jetson, and a processor with built-in graphics share one memory between processor and device: that is found
 out here, not configured.
@@ -6,8 +6,12 @@ out here, not configured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path("/")
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
@@ -32,6 +36,11 @@ class Device:
         size = "one memory with the processor" if self.unified else f"{self.memory / 2**30:.0f} GiB" if self.memory else ""
         slot = f"link {self.link / 1e9:.1f} GB/s" if self.link and not self.unified else ""
         return ", ".join(text for text in (self.name, size, slot) if text)
+
+
+def memory_info(cuda: Any = torch.cuda) -> Callable[[], tuple[int, int]] | None:
+    """What tells the free and all bytes of the device that this process computes on; None where it has none."""
+    return cuda.mem_get_info if cuda.is_available() else None
 
 
 def find_devices(root: Path = ROOT) -> tuple[Device, ...]:

@@ -19,7 +19,7 @@ import torch
 from engine.experts.arena import Arena, CopyFailed, Link
 from engine.experts.call import Call
 from engine.experts.layers import spans
-from engine.experts.pool import Pool
+from engine.experts.pool import Pool, data_of
 from engine.experts.predict import Guesses, Predictor
 from engine.experts.prefill import Prefill
 from engine.experts.rates import Watched
@@ -90,6 +90,11 @@ class TieredExperts:
     @property
     def most(self) -> int:
         return self.capacity if self.tier.fixed else self.pool.layers * self.experts
+
+    @property
+    def on_device(self) -> bool:
+        """Whether slots lie in the memory of a device of its own; an emulated one is host memory."""
+        return data_of(self.arena.bank.gate_up).device.type != "cpu"
 
     @property
     def placed(self) -> str:

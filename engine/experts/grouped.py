@@ -88,6 +88,10 @@ class GroupedExperts:
         return sum(part.most * part.slot_bytes for part in self.parts)
 
     @property
+    def on_device(self) -> bool:
+        return any(part.on_device for part in self.parts)
+
+    @property
     def what(self) -> str:
         fixed = sum(part.capacity * part.slot_bytes for part in self.parts if part.tier.fixed)
         movable = sum(not part.tier.fixed for part in self.parts)

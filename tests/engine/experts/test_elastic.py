@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.elastic import CannotResize, Elastic
+from engine.experts.devices import memory_info
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.pool import HostPool, Room
-from engine.experts.pressure import CALM_S, PAUSE_S, PLENTY, SHORT_LEAST, STALLED, Governor, Memory, read_device, read_memory
+from engine.experts.pressure import CALM_S, PAUSE_S, PLENTY, SHORT_LEAST, STALLED, Governor, Memory, read_memory
 from engine.kernels.reference import ReferenceOps
 from engine.stores import ExpertStore
 from tests.engine.experts.tiers import EXPERTS, LAYERS, banks, step
@@ -149,8 +150,9 @@ def test_slots_on_a_device_follow_its_free_memory_with_hysteresis(world) -> None
     world.executor.resize(LAYERS * EXPERTS)
     device = Device(world.executor, 8 << 30)
     store, seen = ExpertStore(world.executor), []
-    store.each = SLOT
-    elastic = Elastic([store], device.total, lambda: read_device(device.mem_get_info))
+    store.each, store.on_device = SLOT, True
+    host = Memory(0, 50.0)  # as short as can be: it is not what these slots lie in
+    elastic = Elastic([store], 16 << 30, lambda: host, device=device.mem_get_info)
 
     def pass_time(seconds: int) -> None:
         for _ in range(seconds):
@@ -172,14 +174,46 @@ def test_slots_on_a_device_follow_its_free_memory_with_hysteresis(world) -> None
     at = len(seen)
     pass_time(200)
     assert seen[-1] == LAYERS * EXPERTS and seen[at:] == sorted(seen[at:])
+    assert elastic.status()["device_available"] == device.mem_get_info()[0]
     device.broken = True
     pass_time(20)
     assert seen[-1] == LAYERS * EXPERTS, "what cannot be read is no shortage"
 
 
+def test_a_command_counts_with_the_memory_that_its_slots_lie_in(world) -> None:
+    device, store = Device(world.executor, 40 * SLOT), ExpertStore(world.executor)
+    store.each, store.on_device = SLOT, True
+    elastic = Elastic([store], 16 << 30, lambda: Memory(0, 0.0), device=device.mem_get_info)
+    elastic.set({"expert_bytes": 30 * SLOT})
+    assert world.executor.capacity == 30
+    device.others = 9 * SLOT
+    with pytest.raises(CannotResize, match="are available: ask for less"):
+        elastic.set({"expert_bytes": 32 * SLOT})
+    world.check()
+
+
+def test_the_device_is_asked_only_where_there_is_one_and_something_lies_in_it(world) -> None:
+    class Cuda:
+        here, asked = True, 0
+
+        def is_available(self) -> bool:
+            return self.here
+
+        def mem_get_info(self) -> tuple[int, int]:
+            self.asked += 1
+            return 0, 8 << 30
+
+    cuda = Cuda()
+    elastic = Elastic([ExpertStore(world.executor)], 16 << 30, lambda: world.memory, device=memory_info(cuda))
+    elastic.tick(0.0)
+    assert cuda.asked == 0 and world.executor.capacity == 2 * EXPERTS, "these slots are host memory"
+    cuda.here = False
+    assert memory_info(cuda) is None and memory_info() is None or torch.cuda.is_available()
+
+
 def test_memory_is_looked_at_once_a_second(world) -> None:
     looks = []
-    world.elastic._read = lambda: looks.append(1) or world.memory
+    world.elastic._host.read = lambda: looks.append(1) or world.memory
     for tenth in range(31):
         world.elastic.tick(tenth / 10)
     assert len(looks) == 4
