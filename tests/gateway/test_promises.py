@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import re
 from functools import cache
@@ -19,7 +20,7 @@ from gateway.config_file import parse
 from gateway.records import RecordWriter
 from gateway.routing import MAX_BACKOFF_S, Balanced
 from gateway.sessions import HEADERS, identify
-from tests.support.fake_upstream import FakeUpstream, Stream, content, finish, reasoning, tool_call, usage
+from tests.support.fake_upstream import FakeUpstream, Stream, Whole, content, finish, message, reasoning, tool_call, usage
 from tests.support.gateway import Gateway, ask, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,26 @@ async def _read_until(http: aiohttp.ClientSession, url: str, body: dict[str, Any
     return response
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_every_change_is_in_the_header_and_in_the_record(tmp_path, path, stream) -> None:
+    """By name in the header, also of a stream; with what stood there before and after in the record."""
+    policies = [{"clamp": {"temperature": {"max": 1}, "seed": {"force": 7}}, "thinking": {"force": False}}]
+    async with FakeUpstream() as up, Gateway(settings(up.base, policies=policies), tmp_path) as gw:
+        up.script(Stream([content("Hi"), finish(), usage(3, 1)]) if stream else Whole(message()))
+        got = await gw.post(BODIES[path] | {"stream": stream, "temperature": 1.5}, path)
+        (record,) = await gw.records()
+    assert got.status == 200
+    named = [f"{d['stage']}.{d['rule']}" for d in record["decisions"]]
+    assert got.headers["x-moorage-decisions"].split(",") == list(dict.fromkeys(named))
+    assert {"clamp.temperature.max", "clamp.seed.force", "thinking.force", "thinking.spell"} <= set(named)
+    edits = {e["path"]: e for d in record["decisions"] for e in d.get("edits", ())}
+    assert edits["temperature"] == {"path": "temperature", "before": 1.5, "after": 1.0}
+    assert edits["seed"] == {"path": "seed", "after": 7}
+    sent = json.loads(record["sent"]["body"])
+    assert (sent["temperature"], sent["seed"]) == (1.0, 7) and sent == up.requests[0].json
+
+
 async def test_keepalives_go_out_while_a_call_is_held(tmp_path) -> None:
     """Content before it flows; the call itself waits until it is known to be good."""
     pieces = [tool_call(0, '{"path"', "c1", "read"), *[0.1, tool_call(0, "")] * 6, tool_call(0, ': "a"}'), finish("tool_calls")]
@@ -90,7 +111,11 @@ async def test_keepalives_go_out_while_a_call_is_held(tmp_path) -> None:
     assert b"I look." in before and b"tool_calls" not in before and b'"path' in after and got.events[-1] == "[DONE]"
 
 
-@pytest.mark.parametrize("header", HEADERS)
+# What Claude Code, Codex (now and before), opencode and others send; written here once more, so that none is lost.
+AGENTS_SEND = ["x-claude-code-session-id", "session-id", "session_id", "conversation_id", "x-opencode-session", "x-session-id"]
+
+
+@pytest.mark.parametrize("header", sorted({*HEADERS, *AGENTS_SEND}))
 def test_every_header_that_agents_send_names_the_session(header) -> None:
     body = {"messages": [{"role": "user", "content": "q"}], "prompt_cache_key": "another"}
     session = identify({header: "mine"}, body)
