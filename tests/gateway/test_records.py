@@ -215,6 +215,19 @@ def test_redaction_hides_what_it_is_told_everywhere_and_keeps_json_whole(tmp_pat
     assert second["received"] == {"body": '{"a":"harmless"}', "encoding": "utf-8"}
 
 
+@pytest.mark.parametrize("said", ["Müller", "M\\u00fcller", "me@example.com", "me\\u0040example.com", "m\\u0065@example.com"])
+def test_escapes_hide_nothing_from_redaction(said) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"ask %s, \\u00e4 and 1.50"}]}' % said.encode()
+    redactor = Redactor(("emails", "Müller"), "full")
+    got = redactor.apply({"received": {"body": body}, "sent": {"body": b'{"a":"\\u00e4"}'}})
+    text = got["received"]["body"].decode()
+    assert got["received"]["redacted"] and json.loads(text)["messages"][0]["content"] in (
+        "ask [custom], ä and 1.50",
+        "ask [emails], ä and 1.50",
+    )
+    assert got["sent"]["body"] == b'{"a":"\\u00e4"}'  # nothing to hide there, so not a byte is changed
+
+
 def test_an_expression_that_eats_json_leaves_only_the_hash() -> None:
     kept = Redactor(['"a":'], "full").apply(entry(1, b'{"a":1}'))["received"]
     assert kept["body"] == b"" and kept["redacted"] and kept["size"] == 7
