@@ -1,8 +1,8 @@
 """What each agent does to its context, learned from its own requests, and what follows for the hints.
 
-Every request is compared with its session's previous one. The edits an agent was seen to make raise the weight of the anchors
-that save the work when it makes them again, and stand in `Hints.expect`, so that the engine prepares for them. Only
-fingerprints are kept, never text.
+Every request is compared with its session's previous one, once its answer is over: no client waits for it. The edits an agent
+was seen to make raise the weight of the anchors that save the work when it makes them again, and stand in `Hints.expect`, so
+that the engine prepares for them. Only fingerprints are kept, never text.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class Agent:
 
 
 class Learning:
-    """A stage behind `anchors`: remembers, classifies, weighs. Bounded; the least recently used sessions and agents go."""
+    """A stage behind `anchors` that weighs, an after-step that remembers and classifies.
+
+    Bounded; the least recently used sessions and agents go.
+    """
 
     def __init__(self, sessions: int = KEEP_SESSIONS, agents: int = KEEP_AGENTS, keep_bytes: int = KEEP_BYTES) -> None:
         self._limits = sessions, agents, keep_bytes
@@ -89,15 +92,7 @@ class Learning:
 
     def stage(self, turn: Turn) -> Turn:
         """The turn with learned weights and expectations in its hints."""
-        session = turn.session
-        if not _teaches(turn):
-            return turn
-        agent = self._agent(session.agent or turn.caller.key)
-        before = self._sessions.get(session.id)
-        if before is not None and (now := fingerprint(turn.body)) is not None:
-            self._remember(session.id, now)
-            agent.add(classify(before, now))
-        if not agent.seen:
+        if not _teaches(turn) or not (agent := self._agent(turn)).seen:
             return turn
         weights = {(a.kind, a.edge, a.weight): 0.0 for a in turn.hints.anchors}  # many anchors, few kinds
         for kind, edge, prior in weights:
@@ -106,12 +101,17 @@ class Learning:
         expect = tuple(sorted(k for k in SAVED_BY if k != "append" and agent.share(k) >= EXPECT_SHARE))
         return turn.but(hints=msgspec.structs.replace(turn.hints, anchors=anchors, expect=expect))
 
-    def begun(self, turn: Turn, answer: Answer | None = None) -> None:
-        """An after-step: remember a session's first request. It had nothing to be compared with, so it need not wait for this."""
-        if _teaches(turn) and turn.session.id not in self._sessions and (now := fingerprint(turn.body)) is not None:
-            self._remember(turn.session.id, now)
+    def learn(self, turn: Turn, answer: Answer | None = None) -> None:
+        """The after-step: what became of the session's previous request in this one, which is its newest from now on."""
+        if not _teaches(turn) or (now := fingerprint(turn.body)) is None:
+            return
+        before = self._sessions.get(turn.session.id)
+        self._remember(turn.session.id, now)
+        if before is not None:
+            self._agent(turn).add(classify(before, now))
 
-    def _agent(self, name: str) -> Agent:
+    def _agent(self, turn: Turn) -> Agent:
+        name = turn.session.agent or turn.caller.key
         agent = self._agents.setdefault(name, Agent())
         self._agents.move_to_end(name)
         if len(self._agents) > self._limits[1]:

@@ -240,7 +240,7 @@ def build(config: Config) -> Pipeline:
         ),
         after=(
             limits.settle,
-            learning.begun,
+            learning.learn,
             metrics.observe,
             *((tracer.observe,) if tracer is not None else ()),
             write_record,

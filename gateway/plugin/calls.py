@@ -204,7 +204,7 @@ class Calls:
         turn = await self._normalise.stage(turn)
         turn = toolcheck.history(turn)
         turn = self._learning.stage(anchors.stage(turn))
-        self._learning.begun(turn)
+        self._learning.learn(turn)
         deployment = _deployment(turn.model, kwargs)
         turn, sent = prepare(turn, deployment)
         call.turn, call.translated = turn, True

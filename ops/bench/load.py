@@ -3,7 +3,8 @@
 
 A job is `{"seconds": s, "groups": [{"port", "path", "headers", "body", "concurrency", "pause", "method", "stamps"}]}`: every
 group keeps `concurrency` connections in a closed loop, all groups at once. With `bodies` and `mark` instead of `body`, each
-connection sends those one after the other and then again as a conversation of its own: `mark` gets another number. A result
+connection sends those one after the other and then again as a conversation of its own: `mark` gets a number that this
+process never gave it before. A result
 has, for each group, the latencies in microseconds: `first` (first event; `opening`: those of a conversation's first request),
 `total` (whole answer), `stamps` (how old each stamped event was), the number of bad answers, and one whole answer for
 the caller to check. A bare asyncio protocol on uvloop, so that it is never the bottleneck.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import re
 import socket
@@ -22,6 +24,7 @@ from typing import Any
 
 import uvloop
 
+SESSIONS = itertools.count(1)
 STAMP = re.compile(rb'"t(\d{6,}) "')
 
 
@@ -38,7 +41,6 @@ class Group:
         bodies = [base64.b64decode(b) for b in job.get("bodies") or [job.get("body", "")]]
         self.requests = [head.encode() + b"content-length: %d\r\n\r\n" % len(b) + b for b in bodies]
         self.mark = job.get("mark", "").encode()
-        self.sessions = 0
         self.opening: list[int] = []
         self.whole = job.get("method") == "GET"
         self.first: list[int] = []
@@ -95,8 +97,7 @@ class Connection(asyncio.Protocol):
         if not group.mark:
             return request
         if self.turn == 0:
-            group.sessions += 1
-            self.session = group.sessions
+            self.session = next(SESSIONS)
         mark = group.mark.rstrip(b"0")
         return request.replace(group.mark, mark + b"%0*d" % (len(group.mark) - len(mark), self.session), 1)
 

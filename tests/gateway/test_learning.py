@@ -55,7 +55,7 @@ def turn(body: dict, session: str = "s", agent: str = "opencode", turn_class: st
 def ask(learning: Learning, turn: Turn) -> Turn:
     """What the stage makes of a request, whose answer is then over."""
     out = learning.stage(turn)
-    learning.begun(out)
+    learning.learn(out)
     return out
 
 
@@ -116,18 +116,17 @@ def test_side_requests_teach_nothing_and_memory_is_bounded() -> None:
     assert learning._sessions == before
 
 
-def test_a_first_request_is_looked_at_when_its_answer_is_over_and_later_ones_are_compared_with_their_last() -> None:
+def test_no_client_waits_for_what_is_learned_from_its_request() -> None:
     learning = Learning()
     first, second = turn({"messages": BASE["messages"][:1]}), turn(BASE)
     learning.stage(first)
-    assert not learning._sessions  # it has nothing to be compared with, and its client waits
-    learning.begun(first)
+    assert not learning._sessions
+    learning.learn(first)
     learning.stage(second)
-    newest = learning._sessions["s"]
-    assert learning._agents["opencode"].seen == 1
-    learning.begun(first)  # an answer that ends late
-    assert learning._sessions["s"] is newest == fingerprint(BASE)
-    learning.begun(turn(BASE, "refused").but(hints=Hints()))  # before it had hints
+    assert learning._agents["opencode"].seen == 0 and learning._sessions["s"] == fingerprint(first.body)
+    learning.learn(second)
+    assert learning._agents["opencode"].seen == 1 and learning._sessions["s"] == fingerprint(BASE)
+    learning.learn(turn(BASE, "refused").but(hints=Hints()))  # before it had hints
     assert learning._sessions.keys() == {"s"}
 
 
