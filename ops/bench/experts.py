@@ -250,6 +250,21 @@ class Bench:
         found = {"alone": statistics.median(alone), "beside": statistics.median(beside)}
         return {**found, "share": found["beside"] / found["alone"]}
 
+    def batch(self, rows: int = 8, seconds: float = 1.0) -> dict[str, float]:
+        """Milliseconds of a layer in place: one row; `rows` through the same experts; as many through other ones each, in turns."""
+        own = (torch.arange(rows * self.top_k) % self.experts).int().view(rows, -1)
+        picks = {"one": own[:1], "same": own[:1].expand(rows, -1).contiguous(), "apart": own}
+        times: dict[str, list[float]] = {name: [] for name in picks}
+        until, turn = time.perf_counter() + seconds, 0
+        while time.perf_counter() < until:
+            bank, turn = self.banks[turn % self.layers], turn + 1
+            for name, ids in picks.items():
+                x, weights = torch.randn(len(ids), self.hidden), torch.full(ids.shape, 1 / self.top_k)
+                began = time.perf_counter()
+                self.ops.moe(x, ids, weights, *self.of(bank))
+                times[name].append(1e3 * (time.perf_counter() - began))
+        return {name: statistics.median(each) for name, each in times.items()}
+
     # --- prefill
 
     def prefill(self, rows: int, known: dict, how: str, passes: int = 4) -> float:
@@ -364,6 +379,8 @@ def main() -> None:
             )
         run["others"] = share.foreign(time.process_time() - own)
         print(f"  others used {run['others']:.0%} of the machine meanwhile")
+        run["batch"] = bench.batch()
+        print(f"  a layer in place, ms: {', '.join(f'{name} {ms:.2f}' for name, ms in run['batch'].items())}")
         run["neighbours"] = bench.neighbours()
         print(f"  with a busy process on every core: {run['neighbours']['share']:.0%} of the steps a second")
         for rows in args.rows:
