@@ -251,7 +251,7 @@ class Bench:
         return {**found, "share": found["beside"] / found["alone"]}
 
     def batch(self, rows: int = 8, seconds: float = 1.0) -> dict[str, float]:
-        """Milliseconds of a layer in place: one row; `rows` through the same experts; as many through other ones each, in turns."""
+        """Milliseconds of a layer in place: one row; `rows` through the same experts; as many through other ones, in turns."""
         own = (torch.arange(rows * self.top_k) % self.experts).int().view(rows, -1)
         picks = {"one": own[:1], "same": own[:1].expand(rows, -1).contiguous(), "apart": own}
         times: dict[str, list[float]] = {name: [] for name in picks}
