@@ -43,6 +43,7 @@ from engine.nn.experts import Bank  # noqa: E402
 from engine.packing import READERS, stream_tier  # noqa: E402
 
 LAYERS, TOP_K = 4, 8
+DEPTHS = (1, 2, 4, 8, 16)  # readers at once
 LOCALITY = {"zipf": 0.6, "stick": 0.3}  # near what the demo model's own routing measures
 
 
@@ -55,9 +56,9 @@ def bank(experts: int, layer: int, shape: tuple[int, int]) -> Bank:
     return Bank(up, down, "silu")
 
 
-def disk_rate(pool: FilePool, seconds: float) -> float:
-    """Bytes per second of whole records at random, READERS at once, nothing but reading into a slot."""
-    room, stop, moved = Room(pool.like, READERS).bank, time.perf_counter() + seconds, [0] * READERS
+def disk_rate(pool: FilePool, seconds: float, readers: int = READERS) -> float:
+    """Bytes per second of whole records at random, `readers` at once, nothing but reading into a slot."""
+    room, stop, moved = Room(pool.like, readers).bank, time.perf_counter() + seconds, [0] * readers
 
     def read(number: int) -> None:
         chance = random.Random(number)
@@ -65,7 +66,7 @@ def disk_rate(pool: FilePool, seconds: float) -> float:
             moved[number] += pool.read(chance.randrange(pool.layers * pool.experts), room, number)
 
     began = time.perf_counter()
-    at_once([lambda i=i: read(i) for i in range(READERS)])
+    at_once([lambda i=i: read(i) for i in range(readers)])
     return sum(moved) / (time.perf_counter() - began)
 
 
@@ -159,6 +160,14 @@ class Bench:
         """The disk's own rate now: it changes with what the host does, so it is measured beside everything."""
         self.disk.append(disk_rate(self.pool, self.seconds))
         return self.disk[-1]
+
+    def ceiling(self, rounds: int = 5) -> dict[str, float]:
+        """Bytes per second by readers at once, in turns: what a deeper queue would give, whoever fills it."""
+        seen: dict[int, list[float]] = {readers: [] for readers in DEPTHS}
+        for _ in range(rounds):
+            for readers, rates in seen.items():
+                rates.append(disk_rate(self.pool, self.seconds / 4, readers))
+        return {str(readers): statistics.median(rates) for readers, rates in seen.items()}
 
     def load(self, rounds: int = 3) -> dict[str, float]:
         """Filling slots for everything, against reading the file from its beginning; in turns, the first round left out."""
@@ -259,6 +268,8 @@ def main() -> None:
         for _ in range(3):  # the first passes verify checksums and warm what the host keeps of the disk
             sequential_rate(bench.directory / "experts.bin")
             bench.look()
+        out["by_readers"] = bench.ceiling()
+        print("disk by readers, GB/s:", ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in out["by_readers"].items()))
         out["load"] = bench.load()
         o = out["load"]
         load, whole = o["load_bytes_per_s"] / 1e9, o["sequential_bytes_per_s"] / 1e9
