@@ -223,8 +223,9 @@ def test_a_move_that_fails_in_one_part_is_undone_in_all(packed, alone, monkeypat
     slots.close()
 
 
-@pytest.mark.parametrize("events", [30, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mix", ["three places", "ends streamed"])
+@pytest.mark.parametrize(
+    ("mix", "events"), [("three places", 30), ("ends streamed", 30), pytest.param("ends streamed", 1000, marks=pytest.mark.slow)]
+)
 def test_random_cancels_moves_and_shortages_of_a_mix_never_stick(packed, alone, mix: str, events: int) -> None:
     parts, chance = parts_of(packed, **MIXES[mix][0]), random.Random(5)
     engine, slots, memory, sent, clock = Engine(parts), parts.experts.slots, [Memory(64 << 30, 0.0)], [], 0.0
