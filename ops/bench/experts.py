@@ -386,10 +386,15 @@ def main() -> None:
         for rows in args.rows:
             times = {how: bench.prefill(rows, known, how) for how in ("demand", "ahead", "chosen")}
             run["prefill"].append({"rows": rows, **times})
+            save(args.out, {**out, "runs": [*out["runs"], run]})  # after each size: the largest take minutes
             print(f"  {rows:4} rows: " + ", ".join(f"{how} {1e3 * t:.1f} ms" for how, t in times.items()))
         out["runs"].append(run)
-    if args.out:
-        args.out.write_text(json.dumps(out, indent=2) + "\n")
+    save(args.out, out)
+
+
+def save(path: Path | None, figures: dict) -> None:
+    if path:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
