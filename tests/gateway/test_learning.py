@@ -14,6 +14,8 @@ from gateway.dialects.chat import Chat
 from gateway.learning import Agent, Learning, _hashed, _parts, _said, classify, fingerprint
 from gateway.turn import Received, Session, Turn
 from tests.gateway.diagnostics.test_compare import BASE, CASES
+from tests.support.fake_upstream import FakeUpstream, Whole, message
+from tests.support.gateway import Gateway, ask, settings
 
 # What a fingerprint cannot tell apart, because it holds no text.
 COARSER = {"clock": "system_changed", "tools_rewritten": "tools_changed", "identical": "append", "thinking_changed": "append"}
@@ -52,7 +54,7 @@ def turn(body: dict, session: str = "s", agent: str = "opencode", turn_class: st
     return fresh.but(session=who, hints=Hints(session=session, agent=agent, anchors=derive(body)))
 
 
-def ask(learning: Learning, turn: Turn) -> Turn:
+def asked(learning: Learning, turn: Turn) -> Turn:
     """What the stage makes of a request, whose answer is then over."""
     out = learning.stage(turn)
     learning.learn(out)
@@ -74,7 +76,7 @@ def stripping_session(learning: Learning, name: str, agent: str, turns: int) -> 
             {"role": "assistant", "content": f"a{i}", "reasoning_content": f"t{i}"},
             {"role": "user", "content": f"q{i}"},
         ]
-        out = ask(learning, turn({"messages": copy.deepcopy(messages)}, name, agent))
+        out = asked(learning, turn({"messages": copy.deepcopy(messages)}, name, agent))
     return out
 
 
@@ -101,18 +103,18 @@ def test_an_agent_that_only_appends_keeps_its_turn_ends() -> None:
             {"role": "assistant", "content": f"a{i}", "reasoning_content": "t"},
             {"role": "user", "content": f"q{i}"},
         ]
-        out = ask(learning, turn({"messages": messages}))
+        out = asked(learning, turn({"messages": messages}))
     assert weights(out.hints)["turn", "end"] > 0.8 and weights(out.hints)["thinking", "start"] < 0.2 and out.hints.expect == ()
 
 
 def test_side_requests_teach_nothing_and_memory_is_bounded() -> None:
     learning = Learning(sessions=3, agents=2)
     for i in range(10):
-        ask(learning, turn(BASE, f"s{i}", f"agent{i}"))
+        asked(learning, turn(BASE, f"s{i}", f"agent{i}"))
     assert len(learning._sessions) == 3 and len(learning._agents) == 2
     before = dict(learning._sessions)
     side = turn({"messages": [{"role": "user", "content": "title"}]}, "s9", turn_class="side")
-    assert ask(learning, side).hints.expect == ()
+    assert asked(learning, side).hints.expect == ()
     assert learning._sessions == before
 
 
@@ -128,6 +130,19 @@ def test_no_client_waits_for_what_is_learned_from_its_request() -> None:
     assert learning._agents["opencode"].seen == 1 and learning._sessions["s"] == fingerprint(BASE)
     learning.learn(turn(BASE, "refused").but(hints=Hints()))  # before it had hints
     assert learning._sessions.keys() == {"s"}
+
+
+async def test_what_a_gateway_saw_of_an_agent_stands_in_the_hints_of_its_next_session(tmp_path) -> None:
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    begun = [{"role": "user", "content": "q"}, thought, {"role": "user", "content": "r"}]
+    stripped = [begun[0], {"role": "assistant", "content": "a"}, begun[2], thought, {"role": "user", "content": "s"}]
+    async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+        up.script(Whole(message()))
+        for session, messages in (("one", begun), ("one", stripped), ("two", begun)):
+            assert (await gw.post(ask(messages=messages), x_session_id=session, user_agent="opencode/1")).status == 200
+            await gw.records(len(up.requests))  # all steps behind the answer are done
+    expected = [r.json["moorage"].get("expect", []) for r in up.requests]
+    assert expected == [[], [], ["reasoning_stripped"]]
 
 
 def test_old_habits_fade() -> None:
