@@ -37,7 +37,9 @@ struct F {
     VF r[NREG];
 };
 
-#define MOORAGE_EACH for (int i_ = 0; i_ < NREG; i_++)
+// Register by register, unrolled early: a struct that is copied whole stays in memory, where gcc 12 writes it in halves that no load
+// of a register can be forwarded from (twenty cycles each, measured on Zen 3).
+#define MOORAGE_EACH _Pragma("GCC unroll 4") for (int i_ = 0; i_ < NREG; i_++)
 
 inline F splat(float x) {
     F f;
@@ -51,10 +53,10 @@ inline F zero() {
 }
 inline F load(const float* p) {
     F f;
-    memcpy(&f, p, 64);
+    MOORAGE_EACH memcpy(&f.r[i_], p + i_ * RLANES, REG);
     return f;
 }
-inline void store(float* p, F f) { memcpy(p, &f, 64); }
+inline void store(float* p, F f) { MOORAGE_EACH memcpy(p + i_ * RLANES, &f.r[i_], REG); }
 inline F operator+(F a, F b) {
     MOORAGE_EACH a.r[i_] += b.r[i_];
     return a;
@@ -96,6 +98,11 @@ inline F min(F a, F b) {
 }
 
 inline float sum(F f) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 a = (__m256)f.r[0] + (__m256)f.r[1];
+    const __m128 b = _mm256_castps256_ps128(a) + _mm256_extractf128_ps(a, 1), c = b + _mm_movehl_ps(b, b);
+    return c[0] + c[1];
+#endif
     float v[16];
     store(v, f);
     for (int half = 8; half; half >>= 1)
