@@ -166,6 +166,9 @@ inline F load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
     f.r[0] = (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
     return f;
+#elif defined(__AVX2__)
+    MOORAGE_EACH f.r[i_] = (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i_))), 16);
+    return f;
 #endif
     MOORAGE_EACH {
         VU16 h;
@@ -197,6 +200,9 @@ inline F load_i8(const int8_t* p) {
 #if defined(__AVX512F__)
     f.r[0] = (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
     return f;
+#elif defined(__AVX2__)
+    MOORAGE_EACH f.r[i_] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i_))));
+    return f;
 #endif
     MOORAGE_EACH {
         VB8 b;
@@ -209,6 +215,9 @@ inline F load_u8(const uint8_t* p) { // through int32: a signed conversion is on
     F f;
 #if defined(__AVX512F__)
     f.r[0] = (VF)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    return f;
+#elif defined(__AVX2__)
+    MOORAGE_EACH f.r[i_] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i_))));
     return f;
 #endif
     MOORAGE_EACH {

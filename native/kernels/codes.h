@@ -9,6 +9,7 @@
 // time), or eight a block, `eight` (eight d, then eight p).
 #pragma once
 #include "dequant.h"
+#include "kscales.h"
 #include "tiles.h"
 #include <bit>
 
@@ -148,13 +149,7 @@ template <> struct Codes<Format::MXFP4> : Coded<32> {
 // Q4_K and Q5_K: the 6-bit numbers of all eight scales and minima at once.
 struct KScales {
     static void eight(const uint8_t* b, float* s) {
-        uint32_t a[3], n[4];
-        memcpy(a, b + 4, 12);
-        n[0] = a[0] & 0x3f3f3f3f;
-        n[1] = (a[2] & 0x0f0f0f0f) | (a[0] >> 6 & 0x03030303) << 4;
-        n[2] = a[1] & 0x3f3f3f3f;
-        n[3] = (a[2] >> 4 & 0x0f0f0f0f) | (a[1] >> 6 & 0x03030303) << 4;
-        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi32((int)n[3], (int)n[2], (int)n[1], (int)n[0])));
+        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(k_numbers(_mm_loadu_si128((const __m128i*)b))));
         const __m512 scale = _mm512_mask_sub_ps(half_all(b), 0xff00, _mm512_setzero_ps(), half_all(b + 2)); // minima are subtracted
         _mm512_store_ps(s, scale * numbers);
     }

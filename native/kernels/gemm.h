@@ -9,6 +9,10 @@
 #include "panel.h"
 #if defined(__AVX512VNNI__)
 #include "gemm_integers.h"
+#define MOORAGE_INTEGERS
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#include "gemm_bytes.h"
+#define MOORAGE_INTEGERS
 #endif
 
 namespace MOORAGE_ISA {
@@ -19,10 +23,10 @@ constexpr int FEW = NREG == 1 ? 16 : 2; // rows of x that are multiplied, four a
 
 inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
 
-// A panel holds activation rows, each padded with zeros to whole groups; or steps of whole numbers (kernels/gemm_integers.h).
+// A panel holds activation rows, each padded with zeros to whole groups; or steps of whole numbers (kernels/steps.h).
 inline size_t panel_bytes(int64_t rows, int64_t cols) {
     size_t row = padded(cols) * sizeof(float);
-#if defined(__AVX512VNNI__)
+#if defined(MOORAGE_INTEGERS)
     const size_t steps = steps_of(cols) * sizeof(XStep);
     row = row > steps ? row : steps;
 #endif
@@ -31,7 +35,7 @@ inline size_t panel_bytes(int64_t rows, int64_t cols) {
 
 // Packs block number `b` (rows 32b..32b+31) of a panel of `rows` rows; row i is x[index[i]], or x[i] without an index.
 inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
-#if defined(__AVX512VNNI__)
+#if defined(MOORAGE_INTEGERS)
     if (with_integers(format, [&]<class C>() { pack_integers<C>((XStep*)panel, rows, cols, b, x, index); })) return;
 #endif
     const int64_t ld = padded(cols);
@@ -49,9 +53,6 @@ struct Scratch {
 };
 inline size_t gemm_scratch(Format, int64_t) { return sizeof(Scratch); }
 
-// Scales stay in memory and come back as broadcasts when they are needed: kept in registers each would need a shuffle, read early a spill.
-inline void in_order() { __asm__ volatile("" ::: "memory"); }
-
 // Group g of a reader whose eight groups have begun.
 template <bool ODD, class Reader> inline void read(Reader& w, int64_t g, F& a, F& b) {
     if constexpr (ODD)
@@ -64,7 +65,7 @@ template <class Reader> constexpr bool HAS_ODD = requires(Reader r) { r.odd; };
 // T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
 template <class Reader, int T>
 __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int R = NREG == 1 ? 4 : 2, UNROLL = Reader::UNROLL;
+    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : 2, UNROLL = Reader::UNROLL;
     const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
     for (int r = 0; r < nr; r += R) {
         const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = r + R < nr ? base + R * m.stride : next ? next : base;
@@ -136,35 +137,48 @@ __attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, 
     }
 }
 
-// acc[t][r] += the products of k columns of R rows of unpacked weights and T rows of x.
+// acc[t][r] += the products of k columns of R rows of unpacked weights and T rows of x, the lanes of one register after those of the other:
+// then 4 x 3 sums are in registers where the lanes are two.
 template <int R, int T>
-__attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, int64_t k, bool first, float (*to)[HELD][LANES]) {
-    F acc[T][R];
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) acc[t][r] = first ? zero() : load(to[t][r]);
-    for (int64_t i = 0; i < k; i += LANES) {
-        F a[T];
-        for (int t = 0; t < T; t++) a[t] = load(x + t * ld + i);
-        for (int r = 0; r < R; r++) {
-            F row = load(w + r * PIECE + i);
+__attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, int64_t k, float (*to)[HELD][LANES]) {
+    for (int lane = 0; lane < LANES; lane += RLANES) {
+        VF acc[T][R];
+        const auto each = [&](const auto& f) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) f(acc[t][r], &to[t][r][lane]);
+        };
+        each([&](VF& sum, float* at) { memcpy(&sum, at, REG); });
+        int64_t i = lane; // k is not 0: a test before the first turn would keep a copy of all sums for a loop without turns
+        do {
+            VF a[T];
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) memcpy(&a[t], x + t * ld + i, REG);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                VF row;
+                memcpy(&row, w + r * PIECE + i, REG);
 #if defined(__AVX512F__)
-            __asm__("" : "+v"(row.r[0])); // loaded once, not by every product: loads are as scarce as products
+                __asm__("" : "+v"(row)); // loaded once, not by every product: loads are as scarce as products
 #endif
-            for (int t = 0; t < T; t++) acc[t][r] = fma(row, a[t], acc[t][r]);
-        }
+#pragma GCC unroll 4
+                for (int t = 0; t < T; t++) acc[t][r] = fma_reg(row, a[t], acc[t][r]);
+            }
+        } while ((i += LANES) < k);
+        each([&](VF& sum, float* at) { memcpy(at, &sum, REG); });
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) store(to[t][r], acc[t][r]);
 }
 
 // n rows of x against rows [r0, r0 + nr): eight rows of weights are unpacked a piece at a time and meet all of x while they are in L1.
 template <class Reader>
 __attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, const float* x, int64_t n, const uint8_t* next, Scratch& s) {
-    constexpr int R = NREG == 1 ? HELD : 2, T = 3;
+    constexpr int R = NREG == 1 ? HELD : NREG == 2 ? 4 : 2, T = 3;
     const int64_t ld = padded(m.cols);
     for (int r = 0; r < nr; r += HELD) {
         const uint8_t* ahead = r + HELD < nr ? m.data + (r0 + r + HELD) * m.stride : next ? next : m.data;
         const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + T - 1) / T)) + 1;
+        memset(s.acc, 0, n * sizeof s.acc[0]);
         for (int64_t k = 0; k < ld; k += PIECE) {
             const int64_t some = ld - k < PIECE ? ld - k : PIECE;
             for (int i = 0; i < HELD; i++) unpack<Reader>(m, r0 + (r + i < nr ? r + i : nr - 1), k, k + some, s.w + i * PIECE);
@@ -175,8 +189,7 @@ __attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, cons
                 for (int i = 0; i < HELD; i += R) {
                     const float* w = s.w + i * PIECE;
                     const auto to = (float(*)[HELD][LANES])s.acc[t][i];
-                    n - t >= 3 ? dots<R, 3>(w, a, ld, some, k == 0, to) : n - t == 2 ? dots<R, 2>(w, a, ld, some, k == 0, to)
-                                                                              : dots<R, 1>(w, a, ld, some, k == 0, to);
+                    n - t >= 3 ? dots<R, 3>(w, a, ld, some, to) : n - t == 2 ? dots<R, 2>(w, a, ld, some, to) : dots<R, 1>(w, a, ld, some, to);
                 }
             }
         }
@@ -220,7 +233,7 @@ void gemm(const Matrix& m, int64_t r0, int nr, const void* panel, int64_t, int64
           const Sink& sink) {
     Scratch& s = *(Scratch*)scratch;
     bool done = false;
-#if defined(__AVX512VNNI__)
+#if defined(MOORAGE_INTEGERS)
     done = with_integers(m.format, [&]<class C>() { integer_products<C>(m, r0, nr, (const XStep*)panel + at * steps_of(m.cols), n, next, s.c); });
 #endif
     if (!done) products(m, r0, nr, (const float*)panel + at * padded(m.cols), n, next, s);

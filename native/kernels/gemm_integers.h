@@ -7,8 +7,7 @@
 // a row (sixteen where groups have 16 weights), folded at the end. One row of x or a thousand: the same operations.
 #pragma once
 #include "integers.h"
-#include "kernels.h"
-#include "panel.h"
+#include "steps.h"
 
 namespace MOORAGE_ISA {
 
@@ -25,17 +24,6 @@ struct alignas(64) XStep {
     };
     int32_t low[16]; // of WIDE formats: `offset` is of 2^8 a + b, this of c
 };
-
-// f.operator()<Integers<FORMAT>>() if the format is one; says whether it is.
-template <class Body> bool with_integers(Format format, const Body& f) {
-    bool known = false;
-    with_format(format, [&]<Format FORMAT>() {
-        if constexpr (Integers<FORMAT>::KNOWN) known = true, f.template operator()<Integers<FORMAT>>();
-    });
-    return known;
-}
-
-inline int64_t steps_of(int64_t cols) { return (cols + STEP - 1) / STEP; }
 
 // Whole numbers and the scale of 32 values.
 inline float whole_numbers(const float* x, int32_t* to) {
@@ -82,21 +70,8 @@ template <class C> void pack_step(const float* x, XStep& to) {
     }
 }
 
-// Panel rows as steps; zeros behind the last column.
 template <class C> void pack_integers(XStep* to, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
-    const int64_t steps = steps_of(cols);
-    for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
-        const float* from = x + (index ? index[i] : i) * cols;
-        for (int64_t s = 0; s < steps; s++) {
-            if ((s + 1) * STEP <= cols) {
-                pack_step<C>(from + s * STEP, to[i * steps + s]);
-                continue;
-            }
-            float last[STEP] = {};
-            memcpy(last, from + s * STEP, (cols - s * STEP) * sizeof(float));
-            pack_step<C>(last, to[i * steps + s]);
-        }
-    }
+    pack_steps(to, rows, cols, b, x, index, [](const float* from, XStep& step) { pack_step<C>(from, step); });
 }
 
 // `sum` and the products of sum i's vectors with digit D of x.

@@ -70,6 +70,8 @@ template <> struct Best<Format::BF16> { using Reader = FloatReader<Brain16>; };
 
 #if defined(__AVX512F__) && !defined(__AMX_BF16__)
 #include "groups_avx512.h"
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#include "groups_avx2.h"
 #endif
 
 namespace MOORAGE_ISA {

@@ -1,5 +1,6 @@
 // Readers of block formats with AVX-512 (see kernels/groups.h): tables of sixteen values, looked up by lane.
 #pragma once
+#include "kscales.h"
 
 namespace MOORAGE_ISA {
 
@@ -158,14 +159,10 @@ template <int BLOCK_BYTES> struct BigBlocks {
 };
 struct KBlocks { // Q4_K and Q5_K
     static void scales(const uint8_t* b, float* s) {
-        const __m128i raw = _mm_loadu_si128((const __m128i*)b); // d and dmin, then the words a0 a1 a2 of 6-bit numbers
-        const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(raw, _MM_SHUFFLE(3, 2, 3, 1)), _mm_set_epi32(4, 0, 0, 0));
-        const __m128i high = _mm_srli_epi32(_mm_shuffle_epi32(raw, _MM_SHUFFLE(2, 2, 1, 1)), 2);
-        const __m128i numbers = _mm_or_si128(_mm_and_si128(low, _mm_set_epi32(0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f)),
-                                             _mm_and_si128(high, _mm_set_epi32(0x30303030, 0, 0x30303030, 0)));
+        const __m128i raw = _mm_loadu_si128((const __m128i*)b);
         const __m512i which = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
         const __m512 both = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(raw)));
-        _mm512_store_ps(s, _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(numbers))));
+        _mm512_store_ps(s, _mm512_mul_ps(both, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(k_numbers(raw)))));
     }
 };
 struct ReaderQ4_K : BigBlocks<144>, KBlocks {

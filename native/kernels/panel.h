@@ -1,4 +1,4 @@
-// What every way to multiply without tiles shares: the size of a block of rows, and how the next rows of weights come nearer.
+// What every way to multiply without tiles shares: the size of a block of rows, how the next rows of weights come nearer, what stays in memory.
 #pragma once
 #include <stdint.h>
 
@@ -11,5 +11,9 @@ constexpr int BLOCK = 32; // rows of a panel block, and weight rows of one gemm 
 inline void prefetch(const uint8_t*& line, const uint8_t* to) {
     for (; line < to; line += 64) __builtin_prefetch(line, 0, 2);
 }
+
+// What is in memory stays there and comes back as operands where it is needed: scales kept in registers would need a shuffle each, and what
+// is read early is spilled.
+inline void in_order() { __asm__ volatile("" ::: "memory"); }
 
 } // namespace MOORAGE_ISA

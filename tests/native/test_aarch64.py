@@ -23,6 +23,8 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-std=c++20", "-O2", "-static", "-ffp-contract=off", "-fno-math-errno", "-DMOORAGE_ISA=base", "-w", "-pthread"]
 SOURCES = [*(f"native/{name}.cpp" for name in ("ops", "pool", "cpu")), "tests/native/aarch64/main.cpp"]
 SOURCES += [f"native/kernels/{name}.cpp" for name in ("linear", "attention", "delta", "rows", "table")]
+# What avx2 multiplies as whole numbers (native/kernels/bytes.h): its sums there are others than float32's.
+WHOLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "MXFP4", "NVFP4", "NVFP4_SCALED")
 MISSING = [tool for tool in (COMPILER, EMULATOR) if not shutil.which(tool)]
 
 pytestmark = [
@@ -87,11 +89,11 @@ def test_products_are_exact_and_know_nothing_of_their_neighbours(arm, truth, fma
         *few, many = results[4 * i : 4 * i + 4]
         close(many, truth.linear(x, dequantize(w) if isinstance(w, Quant) else w.float()), 1e-5)
         assert all(same_bits(part, many[: len(part)]) for part in few), kind
-        if fma:
+        if fma and kind not in WHOLE:
             assert same_bits(many, fma.linear(x, w)), kind
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_K", "MXFP4"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_K", "MXFP4", "Q6_K"])
 def test_experts(arm, truth, fma, kind: str) -> None:
     n, k, experts, hidden, inter = 9, 2, 4, 256, 256
     gen = torch.Generator().manual_seed(4)
@@ -114,7 +116,7 @@ def test_experts(arm, truth, fma, kind: str) -> None:
     )
     close(out, truth.moe(x, ids, weights, *floats, "silu"), 1e-5)
     assert same_bits(first, out[:1])
-    if fma:
+    if fma and kind not in WHOLE:
         assert same_bits(out, fma.moe(x, ids, weights, up, down, "silu"))
 
 
