@@ -1,4 +1,4 @@
-// Formats of 4 and 5 bits, AVX2: stored rows -> unsigned bytes, and the scales of their groups.
+// Formats of 4 to 6 bits, AVX2: stored rows -> unsigned bytes, and the scales of their groups.
 //
 // 256 weights are four pairs of vectors of 32 bytes. Lane i of a pair's sums holds bytes 4i to 4i + 3 of both vectors, all of one group.
 // A format says where the 8 weights of piece q of vector v begin (`piece`; any order will do, x is packed in the same one), gives a pair's
@@ -141,29 +141,62 @@ template <> struct Integers<Format::Q5_K> : KPairs {
     }
 };
 
-// Four e4m3_half, each twice: the bits of a half that is 2^-8 of a number.
-inline __m256 four_scales(const uint8_t* p) {
-    const __m128i bytes = _mm_cvtsi32_si128((int)u32(p)), nan = _mm_cmpeq_epi8(bytes, _mm_set1_epi8(0x7f));
-    const __m128i wide = _mm_cvtepu8_epi16(_mm_and_si128(_mm_andnot_si128(nan, bytes), _mm_set1_epi8(0x7f))), bits = _mm_slli_epi16(wide, 7);
-    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_unpacklo_epi16(bits, bits)), _mm256_set1_ps(128.0f));
-}
-// Blocks of 64: four groups of 16, each 8 bytes whose low nibbles come first.
-template <int BLOCK_BYTES, int AT> struct Sixteens : Whole<12> {
+// Formats with groups of 16: four of them in a pair, two lanes each.
+struct Sixteens {
     static constexpr bool EIGHT = false;
-    static constexpr int BYTES = STEP / 64 * 36 + 2 * AT;
     static constexpr int group(int j) { return j; }
+};
+// Blocks of 64: four groups, each 8 bytes whose low nibbles come first.
+template <int BLOCK_BYTES, int AT> struct NvBlocks : Sixteens, Whole<12> {
+    static constexpr int BYTES = STEP / 64 * 36 + 2 * AT;
     static constexpr int piece(int pair, int v, int q) { return 64 * pair + 16 * q + 8 * v; }
     static const uint8_t* block(const uint8_t* b, int i) { return b + i / 2 * BLOCK_BYTES + AT + i % 2 * 36; } // its four scales
     static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
         nibbles(_mm256_loadu_si256((const __m256i*)(block(b, pair) + 4)), v0, v1);
         v0 = e2m1(v0), v1 = e2m1(v1);
     }
+    // Sixteen e4m3_half, each in two lanes: the bits of a half that is 2^-8 of a number. `low`, `high`: 128 times what belongs to
+    // the first two blocks and to the others.
+    static void scales(const uint8_t* b, __m256 low, __m256 high, __m256* d) {
+        const auto all = [&](int i) { return _mm_set1_epi32((int)u32(block(b, i))); };
+        const __m128i bytes = _mm_blend_epi32(_mm_blend_epi32(all(0), all(1), 2), _mm_blend_epi32(all(2), all(3), 8), 12);
+        const __m128i most = _mm_set1_epi8(0x7f), number = _mm_and_si128(bytes, most), valid = _mm_andnot_si128(_mm_cmpeq_epi8(bytes, most), number);
+        const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(valid), 7);
+        const __m256i even = _mm256_unpacklo_epi16(bits, bits), odd = _mm256_unpackhi_epi16(bits, bits);
+        d[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(even)), low), d[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(odd)), low);
+        d[2] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)), high), d[3] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1)), high);
+    }
 };
-template <> struct Integers<Format::NVFP4> : Sixteens<72, 0> {
-    static __m256 scales(const uint8_t* b, int pair) { return four_scales(block(b, pair)); }
+template <> struct Integers<Format::NVFP4> : NvBlocks<72, 0> {
+    static void sixteen(const uint8_t* b, __m256* d) { scales(b, _mm256_set1_ps(128.0f), _mm256_set1_ps(128.0f), d); }
 };
-template <> struct Integers<Format::NVFP4_SCALED> : Sixteens<76, 4> {
-    static __m256 scales(const uint8_t* b, int pair) { return _mm256_mul_ps(four_scales(block(b, pair)), _mm256_set1_ps(f32(b + pair / 2 * 76))); }
+template <> struct Integers<Format::NVFP4_SCALED> : NvBlocks<76, 4> {
+    static void sixteen(const uint8_t* b, __m256* d) { scales(b, _mm256_set1_ps(128.0f * f32(b)), _mm256_set1_ps(128.0f * f32(b + 76)), d); }
+};
+
+// Q6_K: 32 weights are two groups of 16; the first halves of four groups meet in one vector, the last in the other.
+template <> struct Integers<Format::Q6_K> : Sixteens, Whole<32> {
+    static constexpr int BYTES = 210;
+    static constexpr int piece(int pair, int v, int q) { return 64 * pair + 32 * (q % 2) + 16 * (q / 2) + 8 * v; }
+    static __m256i thirty_two_of(const uint8_t* b, int j) {
+        const int upper = j / 4, q = j & 3;
+        const __m256i low = _mm256_loadu_si256((const __m256i*)(b + 64 * upper + 32 * (q & 1))), two = _mm256_loadu_si256((const __m256i*)(b + 128 + 32 * upper));
+        const __m256i high = q < 2 ? _mm256_slli_epi16(two, 4 - 2 * q) : _mm256_srli_epi16(two, 2 * q - 4);
+        return _mm256_or_si256(_mm256_and_si256(q < 2 ? low : _mm256_srli_epi16(low, 4), _mm256_set1_epi8(15)), _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    }
+    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
+        const __m256i first = thirty_two_of(b, 2 * pair), second = thirty_two_of(b, 2 * pair + 1);
+        v0 = _mm256_unpacklo_epi64(first, second), v1 = _mm256_unpackhi_epi64(first, second);
+    }
+    static void sixteen(const uint8_t* b, __m256* d) {
+        const __m128i s = _mm_loadu_si128((const __m128i*)(b + 192));
+        const __m256 all = _mm256_set1_ps(half(b + 208));
+        for (int pair = 0; pair < 4; pair++) {
+            const int k = 0x01010101 * 4 * pair;
+            const __m128i order = _mm_set_epi32(0, 0, 0x03030101 + k, 0x02020000 + k);
+            d[pair] = _mm256_mul_ps(all, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(s, order))));
+        }
+    }
 };
 
 } // namespace MOORAGE_ISA

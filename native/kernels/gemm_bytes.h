@@ -1,4 +1,4 @@
-// out = x W^T for formats of 4 and 5 bits with AVX2: exact integer sums of a group.
+// out = x W^T for formats of 4 to 6 bits with AVX2: exact integer sums of a group.
 //
 // Numerics: as kernels/gemm_integers.h has them. 32 values of x become whole numbers X = round(x 2^e), |X| <= 2^21, in three digits of
 // 8 bits; `vpmaddubsw` multiplies them by numbers of at most 63 and adds pairs, which fit 16 bits, and two of its sums do: a lane's sum S of
@@ -105,15 +105,17 @@ template <class C> inline __attribute__((always_inline)) Scales scales_of(const 
     if constexpr (C::EIGHT)
         C::spread(C::eight(b, s.p), s.d);
     else
-        for (int pair = 0; pair < 4; pair++) s.d[pair] = C::scales(b, pair);
+        C::sixteen(b, s.d);
     return s;
 }
 template <class C> inline __attribute__((always_inline)) Scales scales_of(const uint8_t* b, const XStep& x) {
     Scales s;
     if constexpr (C::EIGHT)
         C::spread(_mm256_mul_ps(C::eight(b, s.p), _mm256_load_ps(x.eighths)), s.d);
-    else
-        for (int pair = 0; pair < 4; pair++) s.d[pair] = _mm256_mul_ps(C::scales(b, pair), _mm256_load_ps(x.scale[pair]));
+    else {
+        C::sixteen(b, s.d);
+        for (int pair = 0; pair < 4; pair++) s.d[pair] = _mm256_mul_ps(s.d[pair], _mm256_load_ps(x.scale[pair]));
+    }
     return s;
 }
 

@@ -73,22 +73,6 @@ template <int BLOCK_BYTES> struct Halves {
     }
 };
 inline __m256i thirty_two(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-struct ReaderQ6_K : Halves<210> {
-    using Halves::Halves;
-    void begin(int64_t g) {
-        const uint8_t* p = block(g);
-        const F all = splat(half(p + 208));
-        store(d, all * load_i8((const int8_t*)p + 192));
-    }
-    void group(int64_t g, F& a, F& b) const {
-        const int j = (int)(g & 7), upper = j / 4, q = j & 3;
-        const uint8_t* p = block(g);
-        const __m256i l = _mm256_srli_epi16(thirty_two(p + 64 * upper + 32 * (q & 1)), q & 2 ? 4 : 0), two = thirty_two(p + 128 + 32 * upper);
-        const __m256i h = q < 2 ? _mm256_slli_epi16(two, 4 - 2 * q) : _mm256_srli_epi16(two, 2 * q - 4);
-        const __m256i n = _mm256_or_si256(_mm256_and_si256(l, _mm256_set1_epi8(15)), _mm256_and_si256(h, _mm256_set1_epi8(48)));
-        give(_mm256_sub_epi8(n, _mm256_set1_epi8(32)), j, a, b);
-    }
-};
 struct ReaderQ3_K : Halves<110> {
     using Halves::Halves;
     void begin(int64_t g) {
@@ -157,7 +141,6 @@ struct ReaderF8_E4M3 {
 template <> struct Best<Format::Q8_0> { using Reader = ReaderQ8_0; };
 template <> struct Best<Format::IQ4_NL> { using Reader = ReaderIQ4_NL; };
 template <> struct Best<Format::IQ4_XS> { using Reader = ReaderIQ4_XS; };
-template <> struct Best<Format::Q6_K> { using Reader = ReaderQ6_K; };
 template <> struct Best<Format::Q2_K> { using Reader = ReaderQ2_K; };
 template <> struct Best<Format::Q3_K> { using Reader = ReaderQ3_K; };
 template <> struct Best<Format::F8_E4M3> { using Reader = ReaderF8_E4M3; };

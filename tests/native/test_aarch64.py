@@ -24,7 +24,7 @@ FLAGS = ["-std=c++20", "-O2", "-static", "-ffp-contract=off", "-fno-math-errno",
 SOURCES = [*(f"native/{name}.cpp" for name in ("ops", "pool", "cpu")), "tests/native/aarch64/main.cpp"]
 SOURCES += [f"native/kernels/{name}.cpp" for name in ("linear", "attention", "delta", "rows", "table")]
 # What avx2 multiplies as whole numbers (native/kernels/bytes.h): its sums there are others than float32's.
-WHOLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "MXFP4", "NVFP4", "NVFP4_SCALED")
+WHOLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "NVFP4_SCALED")
 MISSING = [tool for tool in (COMPILER, EMULATOR) if not shutil.which(tool)]
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_products_are_exact_and_know_nothing_of_their_neighbours(arm, truth, fma
             assert same_bits(many, fma.linear(x, w)), kind
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q4_K", "MXFP4", "Q6_K"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_K", "MXFP4", "Q8_0"])
 def test_experts(arm, truth, fma, kind: str) -> None:
     n, k, experts, hidden, inter = 9, 2, 4, 256, 256
     gen = torch.Generator().manual_seed(4)
