@@ -96,3 +96,9 @@ def test_the_command_line_shows_empties_and_forgets(tmp_path: Path) -> None:
         turn(process, messages)
         cache("rebuild", "--flush", "all")
         assert turn(process, messages)["source"] == "none"
+        eventually(lambda: written(process), what="the turn on disk")
+        assert json.loads(cache("rebuild", "--flush", "ram"))["gone"]["ram_tokens"] > 0
+        assert turn(process, messages)["source"] == "disk"
+        gone = json.loads(cache("rebuild", "--session", "s", "--disk", "1G"))
+        assert gone["gone"]["ram_tokens"] > 0 and gone["status"]["disk"]["budget_bytes"] == 1 << 30
+        assert turn(process, messages)["source"] == "none"

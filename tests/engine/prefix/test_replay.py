@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import threading
@@ -28,6 +29,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    deltas = ({"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "x"})
+
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers["content-length"]))
         self.server.bodies.append(raw)
@@ -36,11 +39,10 @@ class Handler(BaseHTTPRequestHandler):
         cached = len(text) if self.server.cheats else cached
         self.server.seen.append(text)
         usage = {"prompt_tokens": len(text), "prompt_tokens_details": {"cached_tokens": cached}, "moorage": {"lost": 1}}
-        deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "x"}]
         self.send_response(200)
         self.send_header("connection", "close")
         self.end_headers()
-        for event in [*({"choices": [{"delta": d}]} for d in deltas), {"choices": [], "usage": usage}]:
+        for event in [*({"choices": [{"delta": d}]} for d in self.deltas), {"choices": [], "usage": usage}]:
             self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -100,11 +102,12 @@ def test_cold_and_negative_share_nothing_and_hot_shares_all(server, lines) -> No
     assert [t.cached for t in hot] == [t.prompt for t in hot]
 
 
-def test_a_server_that_claims_hits_on_salted_requests_is_not_believed(server, lines, tmp_path, monkeypatch) -> None:
+def test_a_server_that_claims_hits_on_salted_requests_is_not_believed(server, lines, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "r.jsonl").write_bytes(b"\n".join(lines))
     arguments = ["agent_replay", str(tmp_path / "r.jsonl"), "--url", server.url, "--control", "negative"]
     monkeypatch.setattr(sys, "argv", arguments)
     agent_replay.main()
+    assert f"sha256 {hashlib.sha256((tmp_path / 'r.jsonl').read_bytes()).hexdigest()}" in capsys.readouterr().out
     server.cheats = True
     with pytest.raises(SystemExit, match="negative control"):
         agent_replay.main()
@@ -113,6 +116,17 @@ def test_a_server_that_claims_hits_on_salted_requests_is_not_believed(server, li
 def test_a_refusal_ends_the_replay_in_one_line(lines) -> None:
     with pytest.raises(agent_replay.ReplayError, match="127.0.0.1"):
         agent_replay.replay(lines, "http://127.0.0.1:9", "live", never, "k", 2)
+
+
+@pytest.mark.parametrize("channel", agent_replay.CHANNELS)
+def test_the_first_token_counts_on_every_channel(server, lines, channel: str, monkeypatch) -> None:
+    """An answer without a token that counts is as late as its end."""
+    monkeypatch.setattr(Handler, "deltas", ({"role": "assistant", "content": ""}, {channel: "x"}))
+    (turn,) = agent_replay.replay(lines[:1], server.url, "live", never, "k", 10)
+    assert turn.ttft_s < turn.total_s
+    monkeypatch.setattr(Handler, "deltas", ({"role": "assistant", "content": ""},))
+    (turn,) = agent_replay.replay(lines[:1], server.url, "live", never, "k", 10)
+    assert turn.ttft_s == turn.total_s
 
 
 def test_llama_servers_timings_count_as_usage() -> None:
