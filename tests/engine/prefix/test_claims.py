@@ -1,0 +1,74 @@
+"""docs/prefix-claims.md names tests that exist, and the figures in docs/results are within the bars it gives."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "docs" / "results"
+STORM_GIB = 90 / 8  # an eighth of what the four running sessions need
+
+
+def test_every_test_that_the_claims_name_exists() -> None:
+    rows = [
+        line for line in (ROOT / "docs" / "prefix-claims.md").read_text().splitlines() if line.startswith("| ") and "`" in line
+    ]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`([a-z_/]+\.py)::(\w+)`", row)
+        assert named, row
+        for path, name in named:
+            assert name in _tests_of(path), f"{path} has no {name}"
+
+
+@cache
+def _tests_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / "engine" / path).read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return functions | {
+        target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if hasattr(target, "id")
+    }
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_the_simulators_figures_are_within_their_bars() -> None:
+    rows = [r for r in load("prefix-sim.json") if r["policy"] == "moorage"]
+    ratio = {(r["model"], r["users"], round(r["disk_gib"])): r["prefill_ratio"] for r in rows}
+    assert ratio["attention", 1, 128] <= 1.03
+    assert ratio["attention", 2, 32] <= 1.10 and ratio["hybrid", 2, 32] <= 1.10
+    assert all(r["written_ratio"] <= 1.3 for r in rows), [
+        (r["model"], r["users"], r["disk_gib"], r["written_ratio"]) for r in rows
+    ]
+    healthy = [r for r in rows if r["prefill_ratio"] <= 1.10]
+    storms = [r for r in rows if r["disk_gib"] < STORM_GIB]
+    assert len(healthy) >= 6 and not any(r["thrash"] for r in healthy)
+    assert storms and all(r["thrash"] for r in storms)
+
+
+def test_what_the_cache_costs_is_within_its_bars() -> None:
+    found = load("prefix-resources.json")
+    assert found["restore"]["share"] >= 0.7
+    assert max(hit["tokens"] for hit in found["hit"]) >= 128 * 1024 and all(hit["added_ms"] < 3 for hit in found["hit"])
+    assert found["index"]["records"] >= 100_000 and found["index"]["wall_s"] < 2
+
+
+def test_the_figures_beside_llama_server_are_within_their_bars() -> None:
+    hybrid, attention, two_layers = (load(f"prefix-versus-{name}.json") for name in ("qwen3_5moe", "qwen3moe-4", "qwen3moe"))
+
+    def seconds(found: Any, engine: str, control: str, kind: str) -> float:
+        (run,) = (r for r in found["runs"] if (r["engine"], r["control"], r["requests"]) == (engine, control, "agent8k"))
+        return next(t["ttft_s"] for t in run["turns"] if t["kind"] == kind)
+
+    for found in (hybrid, attention):
+        assert found["tool_over_other"]["agent8k"]["moorage"] <= 1.1
+    for found in (hybrid, two_layers):
+        assert seconds(found, "moorage", "disk", "restart") <= 0.2 * seconds(found, "moorage", "disk", "first")
+    assert seconds(hybrid, "moorage", "live", "edit") <= 0.5 * seconds(hybrid, "llama-server", "live", "edit")
