@@ -50,7 +50,7 @@ class Decoder:
             x = layer.mix(x, ropes, kv, state, seg)
             if layer is self._layers[-1]:  # no later token reads what follows: only the rows whose logits are wanted go on
                 x = x.index_select(0, batch.logit_rows)
-                if len(x) == 0:
+                if x.shape[0] == 0:
                     return x.new_empty(0, spec.vocab)
             x = layer.feed(x)
         return ops.linear(ops.rms_norm(x, self._final_norm, spec.norm_eps, False), self._head)
@@ -105,7 +105,7 @@ class _Fan:
         return [self._cut(self._linear(x, part, bias)) for part, bias in zip(self._parts, self._biases, strict=True)]
 
     def _cut(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self._head_dim is None else out.view(len(out), -1, self._head_dim)
+        return out if self._head_dim is None else out.view(out.shape[0], -1, self._head_dim)
 
 
 class _Attention:

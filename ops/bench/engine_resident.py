@@ -114,17 +114,18 @@ def summarise(samples: list[Sample]) -> list[dict]:
         ours, theirs = (
             {s.round: s.tokens_per_second for s in mine if s.engine == name} for name in (Ours.name, LlamaServer.name)
         )
-        ratios = [rate / theirs[r] for r, rate in ours.items()]
+        ratios = [rate / theirs[r] for r, rate in ours.items() if r in theirs]
         row = {"kind": cell[0], "size": cell[1], "rounds": len(ours), Ours.name: round(statistics.median(ours.values()), 2)}
-        row |= {LlamaServer.name: round(statistics.median(theirs.values()), 2), "ratio": round(statistics.median(ratios), 3)}
-        row |= {"range": [round(min(ratios), 3), round(max(ratios), 3)]}
+        if ratios:
+            row |= {LlamaServer.name: round(statistics.median(theirs.values()), 2), "ratio": round(statistics.median(ratios), 3)}
+            row |= {"range": [round(min(ratios), 3), round(max(ratios), 3)]}
         row |= {"new": {s.engine: s.new for s in mine}, "foreign": round(max(s.foreign for s in mine), 3)}
         rows.append(row)
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    names = ["kind", "size", "rounds", Ours.name, LlamaServer.name, "ratio", "range", "foreign"]
+    names = [name for name in rows[0] if name != "new"]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     return "\n".join(lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows])
 
@@ -133,13 +134,14 @@ def start(args: argparse.Namespace, stack: ExitStack) -> list[Server]:
     ports = free_port(), free_port()
     slots = len(args.depth) + CROWD
     context = slots * (args.depth[-1] + 1024)
-    commands = {
-        Ours: our_command(args.model, args.threads, shlex.split(args.engine_options), ports[0]),
-        LlamaServer: llama_command(args.llama_server, args.gguf, args.threads, context, slots, ports[1]),
+    commands: dict[type[Server], list[str]] = {
+        Ours: our_command(args.model, args.threads, shlex.split(args.engine_options), ports[0])
     }
+    if args.llama_server:
+        commands[LlamaServer] = llama_command(args.llama_server, args.gguf or args.model, args.threads, context, slots, ports[1])
     return [
         stack.enter_context(running(kind, command, port, args.log))
-        for (kind, command), port in zip(commands.items(), ports, strict=True)
+        for (kind, command), port in zip(commands.items(), ports, strict=False)
     ]
 
 
@@ -150,8 +152,8 @@ def numbers(text: str) -> list[int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="what our engine loads: checkpoint directory or GGUF file")
-    parser.add_argument("--gguf", type=Path, required=True, help="the same weights for llama.cpp")
-    parser.add_argument("--llama-server", type=Path, required=True, help="path of llama-server")
+    parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp (default: --model)")
+    parser.add_argument("--llama-server", type=Path, help="path of llama-server; without it ours runs alone")
     parser.add_argument("--depth", type=numbers, default=[0, 2048, 8192], help="resident prompts, three (default 0,2048,8192)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per sample (default 32)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
