@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
 from engine_http import ROOT, Ours, Server, free_port, our_command, prompt_of, running  # noqa: E402
 
-WARM_UP = 1  # whole rounds thrown away: first touch of pages and idle clocks make the first figures lie
+TURN = 20  # tokens of a short user turn
 NOISY = 0.1  # share of the machine that others used, above which a figure says little
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: `prefill` of `size` tokens, or `decode` at a depth of `size` tokens."""
+    """One thing to measure: `prefill` of `size` tokens, `decode` at a depth of `size` tokens, or a `turn` behind as many."""
 
     kind: str
     size: int
@@ -64,6 +64,11 @@ class OverHttp:
             self._seed += 1
             prompt = prompt_of(cell.size, self._seed)
             return len(prompt) / self.server.stream(prompt, 1).first
+        if cell.kind == "turn":
+            self._seed += 1
+            resident = prompt_of(cell.size, cell.size)
+            self.server.stream(resident, 1)
+            return TURN / self.server.stream([*resident, *prompt_of(TURN, self._seed)], 1).first
         return self.server.stream(prompt_of(cell.size, cell.size), self.tokens).decode_rate
 
 
@@ -79,20 +84,21 @@ class LlamaBench:
         return used.ru_utime + used.ru_stime
 
     def measure(self, cell: Cell) -> float:
-        what = (
-            ["-p", str(cell.size), "-n", "0"]
-            if cell.kind == "prefill"
-            else ["-p", "0", "-n", str(self.tokens), "-d", str(cell.size)]
-        )
+        what = {
+            "prefill": ["-p", str(cell.size), "-n", "0"],
+            "decode": ["-p", "0", "-n", str(self.tokens), "-d", str(cell.size)],
+            "turn": ["-p", str(TURN), "-n", "0", "-d", str(cell.size)],
+        }[cell.kind]
         run = subprocess.run([*self.base, *what], capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"llama-bench failed: {run.stderr.strip().splitlines()[-1:]}")
         return float(json.loads(run.stdout)[0]["avg_ts"])
 
 
-def run_rounds(engines: list, cells: list[Cell], rounds: int) -> list[Sample]:
+def run_rounds(engines: list, cells: list[Cell], rounds: int, warm_up: int) -> list[Sample]:
+    """`warm_up` whole rounds are thrown away: first touch of pages and idle clocks make the first figures lie."""
     samples: list[Sample] = []
-    for number in range(-WARM_UP, rounds):
+    for number in range(-warm_up, rounds):
         for cell in cells:
             for engine in engines if number % 2 == 0 else reversed(engines):
                 share, own = machine.Share.start(), engine.cpu_seconds()
@@ -148,8 +154,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--llama-bench", type=Path, required=True, help="path of llama-bench")
     parser.add_argument("--prefill", type=numbers, default=[512, 2048], help="prompt lengths (default 512,2048)")
     parser.add_argument("--depth", type=numbers, default=[0, 2048], help="context lengths decode is measured at (default 0,2048)")
+    parser.add_argument("--turn", type=numbers, default=[], help="resident prompts before a short turn (default none)")
     parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per sample (default 32)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds before those (default 1)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads for both (default: all cores)")
     parser.add_argument("--engine-options", default="", help="more options for our engine, as one string")
     parser.add_argument("--log", default=os.devnull, help="file for our engine's output")
@@ -160,11 +168,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     cells = [Cell("prefill", size) for size in args.prefill] + [Cell("decode", size) for size in args.depth]
+    cells += [Cell("turn", size) for size in args.turn]
     port = free_port()
     command = our_command(args.model, args.threads, shlex.split(args.engine_options), port)
     with running(Ours, command, port, args.log) as server:
         engines = [OverHttp(server, args.tokens), LlamaBench(args.llama_bench, args.gguf, args.threads, args.tokens)]
-        samples = run_rounds(engines, cells, args.rounds)
+        samples = run_rounds(engines, cells, args.rounds, args.warm_up)
     rows = summarise(samples, cells, [engine.name for engine in engines])
     print(table(rows))
     if args.out:

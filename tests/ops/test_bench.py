@@ -48,11 +48,19 @@ def test_peers_alternate_and_the_ratio_is_of_pairs(bench, monkeypatch) -> None:
     # warm-up first, then three rounds: a slow second round hits both, and the paired ratio does not move
     ours, peer = Fake("moorage", [1, 20, 2, 30], calls), Fake("llama.cpp", [1, 10, 1, 10], calls)
     cells = [bench.Cell("decode", 0)]
-    samples = bench.run_rounds([ours, peer], cells, rounds=3)
+    samples = bench.run_rounds([ours, peer], cells, rounds=3, warm_up=1)
     assert calls == ["llama.cpp", "moorage", "moorage", "llama.cpp", "llama.cpp", "moorage", "moorage", "llama.cpp"]
     (row,) = bench.summarise(samples, cells, ["moorage", "llama.cpp"])
     assert (row["moorage"], row["llama.cpp"], row["ratio to llama.cpp"], row["rounds"]) == (20, 10, 2.0, 3)
     assert "| decode | 0 | 3 | 20 | 10 | 2.0 |" in bench.table([row])
+
+
+def test_a_turn_is_measured_behind_a_resident_prompt(bench) -> None:
+    server = Turns(sys.modules["engine_http"], "moorage", 0.5)
+    over = bench.OverHttp(server, tokens=8)
+    assert over.measure(bench.Cell("turn", 64)) == 40.0
+    assert [asked[:2] for asked in server.asked] == [(64, 1), (64 + 20, 1)]
+    assert over.measure(bench.Cell("decode", 64)) == pytest.approx(10.0)
 
 
 def test_noisy_rounds_do_not_count(bench) -> None:
