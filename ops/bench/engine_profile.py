@@ -31,7 +31,7 @@ import torch  # noqa: E402
 from engine import build as building  # noqa: E402
 from engine import runner, worker  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
-from engine.ipc import Generate, Sampling, frame  # noqa: E402
+from engine.ipc import Generate, Sampling, frame, token_array  # noqa: E402
 from engine.nn import decoder  # noqa: E402
 
 PLAIN = range(256, 4096)  # token ids that are text in every vocabulary measured here
@@ -171,7 +171,7 @@ def decode_steps(loop: worker.Worker, channel: Channel, spans: Spans, depth: int
     """`tokens` steps in which `rows` sequences decode at `depth` and nothing else runs."""
     source = random.Random(depth)
     for i in range(rows):
-        prompt = [source.choice(PLAIN) for _ in range(max(depth, 16))]
+        prompt = token_array(source.choice(PLAIN) for _ in range(max(depth, 16)))
         count = tokens + WARM_UP + 8 * rows  # the first ones answer while the last one's prompt is computed
         channel.inbox.append(
             Generate(id=f"{depth}-{i}", tokens=prompt, max_new=count, sampling=Sampling(temperature=0.0), session=str(i))
@@ -234,10 +234,12 @@ def main() -> int:
     cells = []
     for depth in args.depth:
         for rows in args.rows:
+            share, own = machine.Share.start(), machine.process_seconds([os.getpid()])
             steps = decode_steps(loop, channel, spans, depth, rows, args.tokens)
+            foreign = round(share.foreign(machine.process_seconds([os.getpid()]) - own), 3)
             with torch.inference_mode():
                 doors = natives[0].doors(steps[-1][2], rows)
-            cells.append({"depth": depth, "rows": rows, "steps": len(steps), **summary(steps, doors)})
+            cells.append({"depth": depth, "rows": rows, "steps": len(steps), "foreign": foreign, **summary(steps, doors)})
             print(json.dumps(cells[-1], indent=1), flush=True)
     if args.out:
         command = shlex.join([Path(sys.argv[0]).name, *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])
