@@ -51,11 +51,11 @@ def _figure(file: str, path: str) -> float:
     return value
 
 
-@pytest.mark.parametrize("file", ["experts.json"])
-def test_the_measured_choice_of_prefill_is_near_the_better_way(file: str) -> None:
+@pytest.mark.parametrize(("file", "least"), [("experts.json", {4, 16, 64, 256}), ("experts-zen3.json", {4, 16})])
+def test_the_measured_choice_of_prefill_is_near_the_better_way(file: str, least: set[int]) -> None:
     for run in json.loads((ROOT / "docs" / "results" / file).read_text())["runs"]:
         sizes = run["prefill"]
-        assert {each["rows"] for each in sizes} >= {4, 16, 64, 256}
+        assert {each["rows"] for each in sizes} >= least
         for each in sizes:
             assert each["chosen"] <= 1.05 * min(each["demand"], each["ahead"]), each
 
