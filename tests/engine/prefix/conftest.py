@@ -21,8 +21,8 @@ class Checkpoint:
     kind: str  # of KINDS, or demo
 
 
-def tiny(kind: str, path: Path, seed: int = 0) -> Path:
-    make_tiny(KINDS[kind], path, seed=seed, vocab_size=700, max_position_embeddings=LONGEST)
+def tiny(kind: str, path: Path, seed: int = 0, **changes: object) -> Path:
+    make_tiny(KINDS[kind], path, seed=seed, vocab_size=700, max_position_embeddings=LONGEST, **changes)
     return write_tokenizer(path, "json_calls")
 
 

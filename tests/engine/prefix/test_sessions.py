@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.prefix.conftest import DEMO, tiny
 from tests.engine.prefix.server import Server, serving
 from tests.engine.prefix.talk import ROUND, SLACK, SYSTEM, ask, conversation, opening, rounds, switch
 
@@ -30,33 +31,39 @@ async def test_twelve_side_requests_leave_the_conversation_whole(model: Path) ->
         assert usage["lost"] <= SLACK and usage["source"] in ("ram", "live"), usage
 
 
-LONG = {"demo": 30_000}  # tokens; for the random checkpoints, which compute as slowly per token, SHORTER
-SHORTER = 8_000
+LONG = 30_000  # tokens
+LEAN = {"num_attention_heads": 1, "num_key_value_heads": 1}  # attention is what such a prompt costs: one head of it
+SHAPES = {"attention": {**LEAN, "num_hidden_layers": 1}, "window": {}, "hybrid": LEAN, "demo": {}}
+
+
+@pytest.fixture(scope="module", params=sorted(SHAPES))
+def lean(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = request.param
+    return DEMO if kind == "demo" else tiny(kind, tmp_path_factory.mktemp(f"lean-{kind}"), **SHAPES[kind])
 
 
 def budget(server: Server) -> int:
     return int(server.prefix.status()["ram"]["pages"]) * server.prefix.page
 
 
-async def test_a_long_conversation_stays_whole_though_side_requests_fill_the_memory(checkpoint) -> None:
+async def test_a_long_conversation_stays_whole_though_side_requests_fill_the_memory(lean: Path) -> None:
     """Memory for the conversation and a third more: the twelve requests between two turns push each other out, not it."""
-    model, long = checkpoint.path, LONG.get(checkpoint.kind, SHORTER)
-    context, room = long + 2_000, max(5_000, long // 3)  # what is protected is at most 80 %
-    async with serving(model, max_context=context, kv_bytes=64 << 20, prefill_chunk=512) as server:
+    context, room = LONG + 2_000, LONG // 3  # what is protected is at most 80 %
+    async with serving(lean, max_context=context, kv_bytes=64 << 20, prefill_chunk=512) as server:
         row = server.prefix.storage.row_bytes
         slot = server.prefix.storage.state_bytes
-    kv_bytes = (long + room) * row + 60 * slot
-    async with serving(model, max_context=context, kv_bytes=kv_bytes, prefill_chunk=512, max_running=2) as server:
+    kv_bytes = (LONG + room) * row + 60 * slot
+    async with serving(lean, max_context=context, kv_bytes=kv_bytes, prefill_chunk=512, max_running=2) as server:
         line = "def step_{n}(value): return value + {n}  # line {n}\n"
         size = len(server.service.text.tokenizer.encode_plain(line.format(n=12345)))
-        text = "".join(line.format(n=n) for n in range(10_000, 10_000 + (long - 1_000) // size))
+        text = "".join(line.format(n=n) for n in range(10_000, 10_000 + (LONG - 1_000) // size))
         messages = opening("Read this file.\n" + text)
         first, before = await rounds(server, messages, 2)
-        assert 0.8 * long < first["prompt"] < long and budget(server) < long + room + 2_000, (first, budget(server))
+        assert 0.8 * LONG < first["prompt"] < LONG and budget(server) < LONG + room + 2_000, (first, budget(server))
         for turn in range(2, 5):
             await twelve_side_requests(server, 200, turn)
             (usage,) = await rounds(server, messages, 1, first=turn)
-            spare = SLACK + before["turn"]  # what was prepared behind the last answer nobody has read yet: it may have to go
+            spare = SLACK + (before["turn"] if lean == DEMO else 0)  # there what was prepared behind the answer may have to go
             assert usage["lost"] <= spare and usage["new"] <= ROUND + spare, (turn, usage)
             before = usage
         assert server.prefix.ram.counters["evicted"] > 0, "the neighbours were to compete for the memory"
