@@ -209,6 +209,8 @@ def up(args: argparse.Namespace, folder: Path) -> None:
         show(args, model, folder)
         explain(args, model, folder)  # --once stops what it started, and it started nothing
         return
+    if args.engine_port == args.port:
+        raise UpError(f"engine and gateway cannot both listen on port {args.port}; choose another with --port")
     check_port(args.engine_port, "--engine-port")
     check_port(args.port, "--port")
     step("environment")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from engine.protocol import parse_log_line
 from tests.support import meaning
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = Path(os.environ.get("MOORAGE_DEMO_MODEL", ROOT / "ops" / "demo_model"))
@@ -26,12 +26,6 @@ MODEL = "moorage-demo"
 # an agent sends what it got and asks for the rest, until its prompt is too long.
 BOUNDED = "moorage-demo-bounded"
 CUT = "moorage-demo-cut"  # the same model, every answer cut off after two tokens
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def eventually(condition: Callable[[], object], seconds: float = 30.0, what: str = "it") -> object:

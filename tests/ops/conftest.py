@@ -3,13 +3,14 @@
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).with_name("fake_part.py")
@@ -24,12 +25,7 @@ def ops(monkeypatch) -> Callable[[str], object]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    def pick() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return pick
+    return ports.free_port
 
 
 def eventually(condition: Callable[[], object], seconds: float = 15.0) -> object:

@@ -104,6 +104,13 @@ def test_port_in_use_is_said_before_anything_starts(command, capfd) -> None:
     assert not (command.folder / "logs").exists()
 
 
+def test_one_port_for_both_is_refused(command, capfd) -> None:
+    command.ports = (command.ports[0], command.ports[0])
+    assert command.run() == 2
+    assert f"cannot both listen on port {command.ports[0]}" in capfd.readouterr().err
+    assert not (command.folder / "logs").exists()
+
+
 @pytest.mark.parametrize(("name", "message"), [("none", "does not exist"), ("", "holds no config.json")])
 def test_wrong_model_path(command, capfd, tmp_path, name: str, message: str) -> None:
     assert command.run(model=tmp_path / name) == 2

@@ -13,22 +13,15 @@ import aiohttp
 import pytest
 import yaml
 
-from gateway.server import bind
 from tests.support.fake_upstream import FakeUpstream
 from tests.support.gateway import Got
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "litellm-venv"
 MASTER_KEY = "sk-proxy-master-1234"
 UPSTREAM_KEY = "sk-upstream-5678"
 START_S = 120  # LiteLLM imports for 5-20 s on two busy cores
-
-
-def free_port() -> int:
-    listener = bind("127.0.0.1", 0, 300)
-    port = listener.getsockname()[1]
-    listener.close()
-    return port
 
 
 class Proxy:

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,14 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Process:

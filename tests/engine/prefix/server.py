@@ -72,6 +72,7 @@ class Engine:
         self.replies: deque[list[int]] = deque()
         self._scripts: dict[str, list[int]] = {}
         self._work = asyncio.Event()
+        self._failed: Exception | None = None  # what ended `run`
 
     @staticmethod
     def _now() -> float:
@@ -91,10 +92,16 @@ class Engine:
     def generate(self, request: Generate) -> Stream:
         if request.max_new and self.replies:
             self._scripts[request.id] = self.replies.popleft()
-        self.streams[request.id] = Stream(self, request)
+        stream = self.streams[request.id] = Stream(self, request)
+        if self._failed is not None:
+            self._tell_failure(stream, request.id)
+            return stream
         self.scheduler.submit(request)
         self._work.set()
-        return self.streams[request.id]
+        return stream
+
+    def _tell_failure(self, stream: Stream, ident: str) -> None:
+        stream.messages.put_nowait(RequestError(id=ident, status=500, code="engine", message=repr(self._failed)))
 
     async def control(self, verb: str, timeout: float = 30.0, **args: Any) -> ControlReply:
         prefix = self.parts.prefix
@@ -111,10 +118,11 @@ class Engine:
     async def run(self) -> None:
         try:
             await self._run()
-        except Exception as e:  # said to whoever waits: nobody would ever answer them
+        except Exception as e:  # said to whoever waits or comes: nobody would ever answer them
             logging.exception("the engine failed")
+            self._failed = e
             for ident, stream in self.streams.items():
-                stream.messages.put_nowait(RequestError(id=ident, status=500, code="engine", message=repr(e)))
+                self._tell_failure(stream, ident)
             raise
 
     async def _run(self) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import DEMO_MODEL, ROOT, Process, eventually, free_port, started
+from tests.e2e.harness import DEMO_MODEL, ROOT, Process, eventually, started
 from tests.engine.prefix.talk import SLACK, TOOLS, opening
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
 
