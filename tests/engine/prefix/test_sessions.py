@@ -46,6 +46,7 @@ def budget(server: Server) -> int:
     return int(server.prefix.status()["ram"]["pages"]) * server.prefix.page
 
 
+@pytest.mark.timeout(900)  # 17 prompts of attention over 30K tokens, on however slow a core
 async def test_a_long_conversation_stays_whole_though_side_requests_fill_the_memory(lean: Path) -> None:
     """Memory for the conversation and a third more: the twelve requests between two turns push each other out, not it."""
     context, room = LONG + 2_000, LONG // 3  # what is protected is at most 80 %
