@@ -157,7 +157,9 @@ def check(placement: str, experts: Experts) -> None:
             case "host":
                 assert counts.hits and counts.misses and counts.fetched == every // 2, "only what lay there before"
             case "hybrid":
-                assert 0 < counts.fetched < counts.misses, "some fetched, some computed in place"
+                # a chunk may bring a whole layer ahead, where that was measured to be faster
+                missed = counts.fetched - part.counts["ahead"]
+                assert 0 < missed < counts.misses, "some fetched, some computed in place"
             case "offload" | "stream":
                 assert counts.misses and counts.fetched > part.capacity and counts.evicted
 
