@@ -25,18 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
-from engine_http import ROOT, Ours, Server, free_port, our_command, prompt_of, running  # noqa: E402
+from engine_http import NOISY, ROOT, Cell, Ours, Server, free_port, our_command, prompt_of, running  # noqa: E402
 
 TURN = 20  # tokens of a short user turn
-NOISY = 0.1  # share of the machine that others used, above which a figure says little
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing to measure: `prefill` of `size` tokens, `decode` at a depth of `size` tokens, or a `turn` behind as many."""
-
-    kind: str
-    size: int
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,18 @@ class Reply:
         return (self.count - 1) / (self.last - self.first)
 
 
-class Server:
+NOISY = 0.1  # share of the machine that others used, above which a figure says little
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: what `kind` names (`prefill`, `decode` at a depth, a `turn`, a `step`), with `size` tokens."""
+
+    kind: str
+    size: int
+
+
+class Server(ABC):
     """A running engine; `name`, `path`, `body` and `read` are each engine's own."""
 
     name = path = ""
@@ -44,12 +56,12 @@ class Server:
     def __init__(self, port: int, pid: int, ready: float) -> None:
         self.port, self.pid, self.ready = port, pid, ready  # `ready`: seconds from its start to its first "healthy"
 
-    def body(self, prompt: list[int], count: int, place: int) -> dict:
-        raise NotImplementedError
+    @abstractmethod
+    def body(self, prompt: list[int], count: int, place: int) -> dict: ...
 
+    @abstractmethod
     def read(self, event: dict) -> tuple[bool, tuple[int, int] | None]:
         """Does this event bring a token, and the final counts of answered and computed tokens where it has them."""
-        raise NotImplementedError
 
     def cpu_seconds(self) -> float:
         return machine.process_seconds(machine.descendants(self.pid))

@@ -27,20 +27,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
-from engine_http import ROOT, LlamaServer, Ours, Server, free_port, llama_command, our_command, prompt_of, running  # noqa: E402
+from engine_http import NOISY, ROOT, Cell, LlamaServer, Ours, Server, free_port, llama_command, our_command, prompt_of, running  # noqa: E402
 
 EXTENSION = 20  # tokens of a short user turn
 STEPS = (4, 8, 16, 32, 64, 128)  # tokens of a short tool result
 CROWD = 4  # conversations that decode at once
-NOISY = 0.1  # share of the machine that others used, above which a figure says little
-
-
-@dataclass(frozen=True)
-class Cell:
-    """`kind` at `size`: a prompt's length, or the number of new tokens of `step`."""
-
-    kind: str
-    size: int
 
 
 @dataclass(frozen=True)
