@@ -202,7 +202,8 @@ def main() -> int:
     parser.add_argument("--packages-only", action="store_true", help="do not build the native module")
     args = parser.parse_args()
     gpu = has_nvidia() if args.gpu is None else args.gpu == "yes"
-    log = ROOT / ".run" / "setup.log"
+    # The proxy is made beside the rest (ops/test): a log of its own stays readable.
+    log = ROOT / ".run" / ("litellm.log" if args.purpose == "litellm" else "setup.log")
 
     def say(text: str) -> None:
         print(f"  {text}", file=sys.stderr, flush=True)
