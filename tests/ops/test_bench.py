@@ -118,17 +118,48 @@ def test_turns_behind_a_resident_prompt(load, monkeypatch) -> None:
     http = sys.modules["engine_http"]
     ours, peer = Turns(http, "moorage", 0.5), Turns(http, "llama.cpp", 1.0)
     bench = resident.Bench([ours, peer], [0, 64, 128], tokens=11)
-    for number, kind, size in [(0, "decode", 64), (0, "extend", 128), (0, "step", 4), (0, "crowd", 0), (1, "extend", 128)]:
+    for number, kind, size in [
+        (0, "decode", 64),
+        (0, "extend", 128),
+        (0, "step", 4),
+        (0, "crowd", 0),
+        (0, "fresh", 32),
+        (1, "extend", 128),
+    ]:
         bench.measure(resident.Cell(kind, size), number)
     assert ours.asked[:3] == [(64, 11, 1), (128 + 20, 1, 2), (64 + 4, 1, 1)]
     assert ours.asked[3:7] == [(16, 11, -1)] * 4
+    assert ours.asked[7:8] == [(32, 1, 3)], "in a place that no resident prompt has"
     assert [s.engine for s in bench.samples[-2:]] == ["llama.cpp", "moorage"], "who is first alternates"
     rows = {row["kind"]: row for row in resident.summarise(bench.samples)}
-    assert (rows["decode"]["moorage"], rows["decode"]["ratio"]) == (10.0, 1.0)
-    assert (rows["extend"]["moorage"], rows["extend"]["ratio"], rows["extend"]["rounds"]) == (40.0, 2.0, 2)
+    assert (rows["decode"]["moorage"], rows["decode"]["ratio to llama.cpp"]) == (10.0, 1.0)
+    assert (rows["extend"]["moorage"], rows["extend"]["ratio to llama.cpp"], rows["extend"]["rounds"]) == (40.0, 2.0, 2)
     assert rows["step"]["moorage"] == 8.0
     assert rows["crowd"]["moorage"] == 40.0
+    assert (rows["fresh"]["moorage"], rows["fresh"]["ratio to llama.cpp"]) == (64.0, 2.0)
     assert "| extend | 128 | 2 | 40.0 | 20.0 | 2.0 |" in resident.table(list(rows.values()))
+
+
+def test_an_engine_without_a_batch_has_no_crowd(load, monkeypatch) -> None:
+    resident = load("engine_resident")
+    monkeypatch.setattr(resident.machine.Share, "foreign", lambda share, own: 0.0)
+    http = sys.modules["engine_http"]
+    ours, alone = Turns(http, "moorage", 0.5), Turns(http, "transformers", 1.0)
+    bench = resident.Bench([ours, alone], [0, 64, 128], tokens=11)
+    for kind, size in [("crowd", 0), ("decode", 64)]:
+        bench.measure(resident.Cell(kind, size), 0)
+    crowd, decode = resident.summarise(bench.samples)
+    assert (crowd["moorage"], crowd["transformers"], decode["transformers"]) == (40.0, "", 10.0)
+    assert len(resident.table([crowd, decode]).splitlines()) == 4
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}])
+def test_what_vllm_computed_is_what_it_did_not_know(load, usage: dict) -> None:
+    load("engine_resident")
+    server = sys.modules["engine_http"].Vllm(1, 1, 0.0)
+    assert server.read({"choices": [{}]}) == (True, None)
+    assert server.read({"choices": [], "usage": usage}) == (False, (2, 5))
+    assert server.read({"choices": [], "usage": usage | {"prompt_tokens_details": None}}) == (False, (2, 9))
 
 
 def test_what_a_layer_spends_outside_of_its_kernels(load) -> None:
