@@ -48,7 +48,7 @@ class Engine:
             self.kept.remove(best)
         known = shared(best.tokens)
         if known < len(best.tokens):
-            best.cache.crop(known)
+            best.cache.crop(known - len(best.tokens))  # by a negative count: others are refused
         self.kept = [*self.kept[-(KEPT - 1) :], best]
         return best, known
 
