@@ -188,3 +188,20 @@ def test_a_made_up_model_loads_as_its_family(load, monkeypatch, tmp_path, shape:
     assert (len(spec.layers), spec.vocab, spec.layers[3].ffn.experts) == (4, 4352, 8)
     tokenizer = load_tokenizer(str(out))
     assert all(tokenizer.token_bytes(i).isalpha() for i in range(256, 4096)), "the benches' prompts are text"
+
+
+def test_starts_are_told_apart_by_what_and_by_cold_files(load) -> None:
+    bench = load("engine_start")
+    starts = [bench.Start("moorage", cold, n, 1.0 + n + cold, 2.0 + n, 110 + n, 0.0) for cold in (True, False) for n in range(3)]
+    cold, warm = bench.summarise(starts, weights=100)
+    assert (cold["files"], cold["ready"], cold["first_token"], cold["peak of weights"]) == ("cold", 3.0, 3.0, 1.12)
+    assert (warm["files"], warm["ready"], warm["rounds"]) == ("warm", 2.0, 3)
+
+
+def test_a_dropped_file_is_read_whole(load, tmp_path) -> None:
+    bench = load("engine_start")
+    (tmp_path / "a").write_bytes(bytes(3 << 20))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c").write_bytes(b"x")
+    assert bench.files_of(tmp_path) == [tmp_path / "a", tmp_path / "b" / "c"]
+    assert bench.read_rate(tmp_path / "a") > 0
