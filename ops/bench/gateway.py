@@ -4,9 +4,10 @@
     ops/bench/gateway.py --out docs/results/gateway.json [--litellm VENV/bin/python] [--rounds 5] [--soak 100000]
 
 One gateway process with its normal configuration (keys, records, every policy) stands before a fake upstream (`sse_upstream.py`);
-a load client (`load.py`) asks the upstream directly, the gateway, a pass-through that does nothing (`gateway_bare.py`), and
-LiteLLM's proxy with hooks that do the same, in turns inside every round. Client and upstream are processes of their own on the
-same machine; the direct figures show what they can do, those of the pass-through what the machine leaves a gateway in Python.
+a load client (`load.py`) asks the upstream directly, the gateway, two pass-throughs that look at nothing, and LiteLLM's proxy
+with hooks that do the same, in turns inside every round. Client and upstream are processes of their own on the same machine; the
+direct figures show what they can do. `asgi` (`gateway_asgi.py`: uvicorn and aiohttp) is the yardstick: the stack of ours
+with nothing in it, so that figures of different machines can be held against each other; `bare` (`gateway_bare.py`) has none.
 The tables give medians over rounds; the JSON keeps every sample with the share of the machine that others used.
 """
 
@@ -196,6 +197,9 @@ def tables(samples: list[Sample], names: list[str]) -> Iterator[str]:
                 f"{median(samples, cell, n, 'per_second') or 0:,.0f} ({_ms(median(samples, cell, n, 'cpu_us'))})" for n in names
             ]
             yield f"| {what}, {concurrency} clients | " + " | ".join(cells) + " |"
+            if "asgi" in names:
+                cells = [_share(samples, cell, n) for n in names]
+                yield f"| the same, share of asgi's, {concurrency} clients | " + " | ".join(cells) + " |"
     yield ""
 
 
@@ -211,6 +215,13 @@ def beside_table(samples: list[Sample], names: list[str]) -> Iterator[str]:
         cells = [_ms(median(samples, "health beside 1 MB", n, q)) for n in names]
         yield f"| GET /health beside four clients with 1 MB bodies, p{q[7:]}, ms | " + " | ".join(cells) + " |"
     yield ""
+
+
+def _share(samples: list[Sample], cell: str, target: str) -> str:
+    """Requests a second over those of the yardstick, paired by round."""
+    of = {s.round: s.values["per_second"] for s in samples if (s.cell, s.target) == (cell, "asgi")}
+    found = [s.values["per_second"] / of[s.round] for s in samples if (s.cell, s.target) == (cell, target) and s.round in of]
+    return f"{statistics.median(found):.2f}" if found else "-"
 
 
 def _ms(value: float | None) -> str:
@@ -234,7 +245,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp, ExitStack() as stack:
         upstream = stack.enter_context(peers.Upstream())
         targets = [peers.Direct(upstream.port), stack.enter_context(peers.Gateway(Path(tmp), upstream.port))]
-        targets.append(stack.enter_context(peers.Bare(upstream.port)))
+        targets += [stack.enter_context(peers.Asgi(upstream.port)), stack.enter_context(peers.Bare(upstream.port))]
         if args.litellm:
             targets.append(stack.enter_context(peers.LiteLLM(Path(tmp), upstream.port, args.litellm.absolute())))
         idle = {t.name: t.resident_mb() for t in targets[1:]}

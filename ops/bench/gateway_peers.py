@@ -1,4 +1,4 @@
-"""The processes `gateway.py` measures: load client, fake upstream, the gateway, LiteLLM's proxy. Each a context manager."""
+"""The processes `gateway.py` measures: load client, fake upstream, the gateway and its peers. Each a context manager."""
 
 from __future__ import annotations
 
@@ -143,6 +143,17 @@ class Bare(Target, Process):
 
     def __init__(self, upstream: int) -> None:
         command = [sys.executable, str(HERE / "gateway_bare.py"), str(upstream)]
+        Process.__init__(self, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        Target.__init__(self, int(self.process.stdout.readline()), self.process.pid)
+
+
+class Asgi(Target, Process):
+    """The yardstick: a pass-through in the stack that ours is made of."""
+
+    name, path = "asgi", "/{kind}/v1/chat/completions"
+
+    def __init__(self, upstream: int) -> None:
+        command = [sys.executable, str(HERE / "gateway_asgi.py"), str(upstream)]
         Process.__init__(self, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         Target.__init__(self, int(self.process.stdout.readline()), self.process.pid)
 

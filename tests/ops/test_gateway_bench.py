@@ -72,8 +72,17 @@ def test_every_conversation_of_the_load_client_is_a_new_one(bench) -> None:
     assert (got["count"], got["bad"], len(got["first"]), len(got["opening"])) == (7, 0, 7, 3)
 
 
-def test_the_pass_through_gives_on_what_the_upstream_says(bench) -> None:
-    with bench.peers.Upstream() as upstream, bench.peers.Client() as client, bench.peers.Bare(upstream.port) as bare:
+def test_requests_a_second_are_also_told_as_a_share_of_the_yardsticks(bench) -> None:
+    rates = [("asgi", 1, 1000), ("moorage", 1, 400), ("asgi", 2, 3000), ("moorage", 2, 1500), ("moorage", 3, 9)]
+    samples = [bench.Sample("plain x8", name, number, {"per_second": rate}, 0.0) for name, number, rate in rates]
+    assert "| the same, share of asgi's, 8 clients | 0.45 | 1.00 |" in "\n".join(bench.tables(samples, ["moorage", "asgi"]))
+    assert "share" not in "\n".join(bench.tables(samples, ["moorage"]))
+
+
+@pytest.mark.parametrize("peer", ["Bare", "Asgi"])
+def test_the_pass_throughs_give_on_what_the_upstream_says(bench, peer: str) -> None:
+    made = getattr(bench.peers, peer)
+    with bench.peers.Upstream() as upstream, bench.peers.Client() as client, made(upstream.port) as bare:
         kinds = ("plain", "calls", "chunks")
         asked = [bare.group(kind, bench.bodies.body(kind, 40)) | {"concurrency": 2, "requests": 6} for kind in kinds]
         *got, seen = client.run({"seconds": 60, "groups": [*asked, bare.health() | {"requests": 3}]})
