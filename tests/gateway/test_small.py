@@ -103,6 +103,17 @@ def test_a_clock_in_the_system_prompt_does_not_begin_another_session(volatile) -
     assert len({session(first), session(first, rules="Be brief."), session(first, question="another at 10:15")}) == 3
 
 
+def test_a_long_system_prompt_is_identity_up_to_a_point() -> None:
+    """8,192 characters: what an agent appends to a long prompt of its own (a listing, a memory) begins no other session."""
+
+    def session(changed: int) -> str:
+        rules = "".join("b" if at == changed else "\n" if at % 100 == 99 else "a" for at in range(9000))
+        return identify({}, {"messages": [m("system", rules), m("user", "q")]}).id
+
+    plain = session(-1)
+    assert [session(at) == plain for at in (0, 8190, 8191, 8192, 8193, 8999)] == [False, False, False, True, True, True]
+
+
 def test_kinds_of_turns() -> None:
     tools = {"tools": [{}]}
     assert turn_class({"messages": [m("user")]} | tools) == "first"

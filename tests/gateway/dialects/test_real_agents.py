@@ -179,6 +179,12 @@ async def test_codex_runs_custom_tools_and_tools_of_a_namespace(workspace: Path,
     assert "made" in results["call_0"] and "nobody" in results["call_1"] and "unsupported" not in results["call_1"].lower()
     custom = next(m["tool_calls"][0] for m in bodies[-1]["messages"] if m.get("tool_calls"))
     assert json.loads(custom["function"]["arguments"]) == {"input": code}
+    records = [json.loads(line) for line in gw.path.read_text().splitlines()]
+    pairs = [(json.loads(r["received"]["body"]), json.loads(r["sent"]["body"])) for r in records if r["route"] == "/v1/responses"]
+    assert pairs and all(meaning.of_chat(sent) == meaning.of_responses(asked) for asked, sent in pairs)
+    own = [item for item in pairs[-1][0]["input"] if item.get("type") == "custom_tool_call"]
+    assert [(item["call_id"], item["name"], item["input"]) for item in own] == [("call_0", "exec", code)]  # so it reached Codex
+    assert any(item.get("type") == "custom_tool_call_output" and item["call_id"] == "call_0" for item in pairs[-1][0]["input"])
 
 
 async def test_claude_code_finishes_a_session(workspace: Path, tmp_path: Path) -> None:

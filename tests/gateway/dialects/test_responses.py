@@ -130,6 +130,43 @@ async def test_thoughts_go_out_as_a_summary_when_one_was_asked_for_and_come_back
     ]
 
 
+@pytest.mark.parametrize("checked", [False, True])
+async def test_a_custom_tools_call_means_the_same_to_the_agent_and_to_the_model(up, tmp_path, checked: bool) -> None:
+    """There: a function with one string and the grammar. Back: the free text itself. In the history: that call again."""
+    patch = '*** Begin Patch\n+"é"\n'
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
+    tool = {"type": "custom", "name": "apply_patch", "description": "Patch files", "format": grammar}
+    call = tool_call(0, json.dumps({"input": patch}), "c7", "apply_patch")
+    ask = {"model": "m", "tools": [tool], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+    question = {"role": "user", "content": "patch it"}
+    async with (
+        Gateway(settings(up.base, **({} if checked else PLAIN)), tmp_path) as gw,
+        openai.AsyncOpenAI(base_url=gw.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        up.script(Stream([call, finish("tool_calls")]))
+        async with client.responses.stream(**ask, input=[question]) as stream:
+            (made,) = (await stream.get_final_response()).output
+        assert (made.type, made.name, made.call_id, made.input) == ("custom_tool_call", "apply_patch", "c7", patch)
+        up.script(Stream([content("done"), finish()]))
+        result = {"type": "custom_tool_call_output", "call_id": "c7", "output": "Success"}
+        history = [question, made.model_dump(exclude_none=True), result]
+        async with client.responses.stream(**ask | {"tool_choice": "auto"}, input=history) as stream:
+            assert (await stream.get_final_response()).output_text == "done"
+    first, second = (r.json for r in up.requests)
+    (function,) = (t["function"] for t in first["tools"])
+    assert function["name"] == "apply_patch" and all(
+        text in function["description"] for text in ("Patch files", grammar["definition"])
+    )
+    assert function["parameters"]["required"] == ["input"] and function["parameters"]["properties"]["input"]["type"] == "string"
+    assert first["tool_choice"] == {"type": "function", "function": {"name": "apply_patch"}}
+    asked, again, said = second["messages"]
+    assert asked == question and second["tools"] == first["tools"]
+    (past,) = again["tool_calls"]
+    assert (past["id"], past["function"]["name"]) == ("c7", "apply_patch")
+    assert json.loads(past["function"]["arguments"]) == {"input": patch}
+    assert said == {"role": "tool", "tool_call_id": "c7", "content": "Success"}
+
+
 async def test_the_sdk_reads_whole_answers(setup) -> None:
     up, _, client = setup
     calls = [
