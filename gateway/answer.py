@@ -221,8 +221,8 @@ class Answer:
     def _tool_call(self, choice: int, place: int, piece: dict[str, Any], at: float) -> None:
         calls = self._calls.get(choice)
         if calls is None:
-            calls = self._calls[choice] = Calls(partial(self._new_call, choice))
-        call, text = calls.take(place, piece)
+            calls = self._calls[choice] = Calls()
+        call, text = calls.take(place, piece, partial(self._new_call, choice))
         call.parts.append(text)
         self._channel(choice, "tool_calls").add(text, at)
 

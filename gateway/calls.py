@@ -38,15 +38,17 @@ class Call:
 
 
 class Calls(Generic[C]):
-    """The calls of one choice. `new` makes one and puts it where its owner wants it."""
+    """The calls of one choice. It knows nothing of its owner: a way back would keep all of the answer until a collection."""
 
-    def __init__(self, new: Callable[[], C]) -> None:
-        self._new = new
+    def __init__(self) -> None:
         self._newest: dict[int, C] = {}  # by index
         self._ids: dict[str, C] = {}
 
-    def take(self, place: int, piece: dict[str, Any]) -> tuple[C, str]:
-        """(the call that `piece` belongs to, with its id and name; the arguments in it). `place` stands in for no index."""
+    def take(self, place: int, piece: dict[str, Any], new: Callable[[], C]) -> tuple[C, str]:
+        """(the call that `piece` belongs to, with its id and name; the arguments in it). `place` stands in for no index.
+
+        `new` makes a call and puts it where its owner wants it.
+        """
         function = piece.get("function")
         function = function if isinstance(function, dict) else {}
         id, name, said = _text(piece.get("id")), _text(function.get("name")), function.get("arguments")
@@ -55,7 +57,7 @@ class Calls(Generic[C]):
         if call is None:
             call = self._newest.get(index)
             if call is None or _another(call, id, name):
-                call = self._new()
+                call = new()
         self._newest[index] = call
         if id:
             self._ids[id] = call

@@ -49,20 +49,17 @@ class Choice:
     """What is held of one choice."""
 
     calls: list[Call] = field(default_factory=list)
-    streamed: Calls[Call] = field(init=False)
+    streamed: Calls[Call] = field(default_factory=Calls)
     spoken: Spoken = field(default_factory=Spoken)
     content: list[str] = field(default_factory=list)  # held because a call was demanded
     settled: bool = False
-
-    def __post_init__(self) -> None:
-        self.streamed = Calls(self._new)
 
     def _new(self) -> Call:
         self.calls.append(Call())
         return self.calls[-1]
 
     def take(self, place: int, piece: dict[str, Any]) -> None:
-        call, text = self.streamed.take(place, piece)
+        call, text = self.streamed.take(place, piece, self._new)
         call.parts.append(text)
 
 
@@ -96,7 +93,7 @@ class ToolWatch:
             return True
         if self._mute or self._demand or (self._rule.rescue and (b"<" in block or b"\\u003c" in block)):
             return True
-        return any(c.spoken.holding for c in self._choices.values())
+        return any([c.spoken.holding for c in self._choices.values()])
 
     def feed(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         out: list[Chunk] = []

@@ -71,7 +71,7 @@ class Items:
         self.called = False
         self.count = 0  # items so far
         self._queue: deque[Item] = deque()
-        self._calls: Calls[Item] = Calls(self._new_call)
+        self._calls: Calls[Item] = Calls()
 
     def feed(self, data: dict[str, Any]) -> Iterator[Event]:
         """The events of one chunk. Raises UpstreamError when an ended call goes on."""
@@ -137,7 +137,7 @@ class Items:
         return self._new("call")
 
     def _call(self, place: int, piece: dict[str, Any]) -> None:
-        item, text = self._calls.take(place, piece)
+        item, text = self._calls.take(place, piece, self._new_call)
         if item.ended and text.strip():
             message = "The upstream went on with a tool call that was complete"
             raise UpstreamError(502, message, kind="protocol", retryable=False, code="upstream_tool_call")

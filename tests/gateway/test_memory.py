@@ -8,6 +8,9 @@ import tracemalloc
 import pytest
 import uvloop
 
+from gateway.answer import Answer
+from gateway.dialects.items import Items
+from gateway.toolcheck_watch import ToolWatch
 from tests.support.fake_upstream import FakeUpstream, Stream, Whole, content, finish, message, tool_call, usage
 from tests.support.gateway import Gateway, ask, settings
 
@@ -72,6 +75,34 @@ def test_nothing_of_a_request_stays_behind(end, tmp_path, monkeypatch) -> None:
     # A leak is at least one object and the request's text for every request.
     assert later[0] - before[0] < ROUNDS / 2
     assert later[1] - before[1] < ROUNDS * len(LONG) / 4
+
+
+async def translated_calls(gw: Gateway, up: FakeUpstream) -> None:
+    up.script(Stream([tool_call(0, '{"path":', "call_1", "read"), tool_call(0, '"a"}'), finish("tool_calls")]))
+    tool = {"name": "read", "input_schema": TOOL["function"]["parameters"]}
+    body = {"model": "m", "max_tokens": 9, "stream": True, "tools": [tool], "messages": [{"role": "user", "content": LONG}]}
+    assert (await gw.post(body, "/v1/messages")).status == 200
+
+
+@pytest.mark.parametrize("end", [ended_well, whole, calls, translated, translated_calls])
+def test_what_was_known_of_an_answer_goes_with_it_and_waits_for_no_collection(end, tmp_path) -> None:
+    """Bodies of 200 KB hang on it, and a busy gateway looks for cycles once in 50,000 objects."""
+
+    async def still_there() -> int:
+        async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+            for _ in range(10):
+                await end(gw, up)
+            while gw.app.pipeline.limits.status()["running"] or gw.app.pipeline.records.written < 10:
+                await asyncio.sleep(0.01)
+            # of the newest request uvicorn may still hold something
+            return sum(isinstance(o, (Answer, Items, ToolWatch)) for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert uvloop.run(still_there()) <= 3
+    finally:
+        gc.enable()
 
 
 async def counted(end, tmp_path) -> tuple[tuple[int, int], tuple[int, int]]:
