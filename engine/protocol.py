@@ -68,13 +68,10 @@ def log_line(event: str, **fields: object) -> str:
     Values with spaces, quotes, `=` or control characters are quoted JSON-style, so one event is always one line and a
     client-supplied session name cannot forge another event. Fields that are None are left out.
     """
-    parts = [event]
-    for key, value in fields.items():
-        if value is None:
-            continue
-        text = f"{value:.1f}" if isinstance(value, float) else str(value)
-        parts.append(f"{key}={text}" if _BARE.fullmatch(text) else f"{key}={json.dumps(text)}")
-    return " ".join(parts)
+    texts = {k: f"{v:.1f}" if isinstance(v, float) else str(v) for k, v in fields.items() if v is not None}
+    if not (all(texts.values()) and _BARE.fullmatch("".join(texts.values()))):  # one look for all of them, which mostly are bare
+        texts = {k: text if _BARE.fullmatch(text) else json.dumps(text) for k, text in texts.items()}
+    return " ".join([event, *[f"{k}={text}" for k, text in texts.items()]])
 
 
 _FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"=]+)(?:\s|$)')

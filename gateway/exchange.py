@@ -151,21 +151,25 @@ class Exchange:
         if not raw:
             return
         wanted = [f.wants(raw) for f in self._filters]  # all are asked, so that each sees every block go by
-        if not any(wanted) and self._writer.passthrough and b'"error"' not in raw and (bare := without_done(raw)):
+        bare = without_done(raw)
+        if bare and self._writer.passthrough and True not in wanted and b'"error"' not in raw:
             if last:
                 self._client.hold(bare[0])
             elif bare[0]:
                 await self._client.write(bare[0])
             self._answer.glance(raw, at, bare)
             return
-        chunks: Sequence[Chunk] = parse(raw)
+        chunks: Sequence[Chunk] = parse(bare[0] if bare else raw)
         if self._writer.passthrough:
             # Most of the chunks are passed on unparsed.
-            for chunk, seen in zip(chunks, self._answer.glance(raw, at) or (), strict=False):
+            for chunk, seen in zip(chunks, self._answer.glance(raw, at, bare) or (), strict=False):
                 chunk.seen = seen
         else:
             self._answer.observe(chunks, at)
-        chunks = [c for c in chunks if not c.done]
+        if bare:
+            self._answer.done = self._answer.done or bare[1]
+        else:
+            chunks = [c for c in chunks if not c.done]
         fed = False
         for f, wants in zip(self._filters, wanted, strict=True):
             fed = fed or wants  # what one filter lets go may concern those behind it

@@ -63,7 +63,8 @@ class FairLine:
         self.running[key] -= 1
         if self.running[key] <= 0:
             del self.running[key]
-        self._grant()
+        if self.length:
+            self._grant()
 
     def _fits(self, key: str) -> bool:
         if self._capacity and self.running.total() >= self._capacity:

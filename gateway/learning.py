@@ -69,12 +69,9 @@ class Agent:
             for name in self.edits:
                 self.edits[name] /= 2
 
-    def share(self, kind: str) -> float:
-        return self.edits[kind] / self.seen if self.seen else 0.0
-
     def weight(self, kind: str, edge: str, prior: float) -> float:
         """An anchor's prior weight, moved towards how often this agent made an edit which the anchor would save."""
-        used = sum(self.edits[edit] for edit in SAVES.get((kind, edge), ()))
+        used = sum([self.edits[edit] for edit in SAVES.get((kind, edge), ())])
         return round(min(1.0, (PRIOR * prior + used) / (PRIOR + self.seen)), 3)
 
 
@@ -98,7 +95,8 @@ class Learning:
         for kind, edge, prior in weights:
             weights[kind, edge, prior] = agent.weight(kind, edge, prior)
         anchors = tuple([_weighing(a, weights[a.kind, a.edge, a.weight]) for a in turn.hints.anchors])
-        expect = tuple(sorted(k for k in SAVED_BY if k != "append" and agent.share(k) >= EXPECT_SHARE))
+        enough = EXPECT_SHARE * agent.seen
+        expect = tuple(sorted([k for k, n in agent.edits.items() if n >= enough and k != "append" and k in SAVED_BY]))
         return turn.but(hints=msgspec.structs.replace(turn.hints, anchors=anchors, expect=expect))
 
     def learn(self, turn: Turn, answer: Answer | None = None) -> None:

@@ -117,7 +117,7 @@ class Pipeline:
         turn = Turn(id=new_id(), received=received, dialect=dialect)
         answer, client = Answer(received.started), Client(send, turn.id)
         stretch = Stretch(self.large) if len(received.body) > LARGE else None
-        self.metrics.active.inc()
+        self.metrics.running += 1
         exchange: Exchange | None = None
         writer: Writer | None = None
         watch = Watch(client, receive)
@@ -165,7 +165,7 @@ class Pipeline:
                 stretch.give_back()
             client.stop()
             watch.cancel()
-            self.metrics.active.dec()
+            self.metrics.running -= 1
             answer.status = client.status
             await self._finish(exchange.turn if exchange else turn, answer)
 

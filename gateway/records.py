@@ -140,12 +140,15 @@ def encode(data: dict[str, Any]) -> bytes:
 
 
 def _texts(bodies: list[bytes]) -> list[tuple[bytes, str]]:
-    """`_text` of each body. What was sent mostly begins as what was received; that beginning is made once."""
-    cut = len(bodies[0].rstrip()) - 1 if len(bodies) == 2 else 0
-    if cut > 0 and bodies[1].startswith(bodies[0][:cut]) and all(map(_is_text, bodies)):
-        begin = _escaped(bodies[0][:cut])
-        return [(b'"%s%s"' % (begin, _escaped(body[cut:])), "utf-8") for body in bodies]
-    return [_text(body) for body in bodies]
+    """`_text` of each body. One that led to another was JSON, as that is. What was sent mostly begins as what was received;
+    that beginning is made once.
+    """
+    if len(bodies) != 2 or not all(map(_is_text, bodies)):
+        return [_text(body) for body in bodies]
+    cut = len(bodies[0].rstrip()) - 1
+    cut = cut if cut > 0 and bodies[1].startswith(bodies[0][:cut]) else 0
+    begin = _escaped(bodies[0][:cut])
+    return [(b'"%s%s"' % (begin, _escaped(body[cut:])), "utf-8") for body in bodies]
 
 
 def _is_text(body: bytes) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, field
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from engine.protocol import AnchorHint, Hints
 from gateway.edits import ABSENT, Edit, apply
+from gateway.tools import Tools, derived
 
 if TYPE_CHECKING:
     from gateway.config import Policy
@@ -52,7 +54,9 @@ def _shown(edit: Edit) -> dict[str, Any]:
     for name, value in (("before", edit.before), ("after", edit.after)):
         if value is ABSENT:
             continue
-        if isinstance(value, (dict, list)):
+        if isinstance(value, Tools):  # the same in every request of an agent
+            value = derived(value, "shown", partial(_begin, value, SHOWN_CHARS))
+        elif isinstance(value, (dict, list)):
             value = _begin(value, SHOWN_CHARS)
         out[name] = value[:SHOWN_CHARS] + "..." if isinstance(value, str) and len(value) > SHOWN_CHARS else value
     return out

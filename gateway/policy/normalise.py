@@ -16,13 +16,14 @@ import msgspec
 from gateway.config import NormaliseRule
 from gateway.conversations import folded, marked
 from gateway.edits import ABSENT, Edit, apply
-from gateway.policy.volatile import KINDS, cut, may_hold, put, stable
+from gateway.policy.volatile import KINDS, cut, put, stable
 from gateway.store import Store
 from gateway.tools import Tools, derived
 from gateway.turn import Decision, Thinking, Turn
 
 SYSTEM = ("system", "developer")
-EVERY_KIND, EVERYWHERE = tuple(KINDS), tuple(name for name, kind in KINDS.items() if kind.everywhere)
+EVERY_KIND = tuple((name, kind.hints) for name, kind in KINDS.items())
+EVERYWHERE = tuple((name, kind.hints) for name, kind in KINDS.items() if kind.everywhere)
 GAP = "\n\n"
 KEEP_RULES = 256  # as many as a configuration may have
 # A pin holds while its session lives; agents that come back after a night are at their first request again.
@@ -149,8 +150,8 @@ def _holding(messages: list[dict[str, Any]], found: dict[str, list[int]], first:
     for i in range(first, len(messages)):
         kinds = EVERY_KIND if (role := messages[i]["role"]) in SYSTEM else EVERYWHERE if role == "user" else ()
         texts = _texts(messages[i]) if kinds else ()
-        for kind in kinds:
-            if any([may_hold(text, kind) for text in texts]):
+        for kind, hints in kinds:
+            if any([hint in text for text in texts for hint in hints]):
                 found.setdefault(kind, []).append(i)
     return found
 

@@ -119,6 +119,9 @@ def _text_switch(body: Mapping[str, Any]) -> tuple[Path, str] | None:
     messages = body.get("messages")
     messages = messages if isinstance(messages, list) else []
     for i in (*places(messages, "user")[-1:], *places(messages, "system")):
+        content = messages[i].get("content")
+        if type(content) is str and "think" not in content:
+            continue
         for path in _texts(messages[i], i):
             text = look(body, path)
             if "think" not in text:

@@ -29,35 +29,35 @@ def watch(turn: Turn, answer: Answer) -> ThinkingWatch | None:
 class Inline:
     """The beginning of one choice's content: text in, (reasoning, content) out. States: start -> inside -> after -> plain."""
 
-    __slots__ = ("_held", "empty", "state")
+    __slots__ = ("held", "empty", "state")
 
     def __init__(self) -> None:
         self.state = "start"
         self.empty = False  # an empty thought stood here
-        self._held = ""
+        self.held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
         if self.state == "plain":
             return "", text
-        self._held += text
+        self.held += text
         if self.state == "start":
-            seen = self._held.lstrip()
+            seen = self.held.lstrip()
             if OPEN.startswith(seen) and seen != OPEN:  # the empty string too
                 return "", ""
             if not seen.startswith(OPEN):
                 return "", self.flush()[1]
-            self.state, self.empty, self._held = "inside", True, seen[len(OPEN) :]
+            self.state, self.empty, self.held = "inside", True, seen[len(OPEN) :]
         thought = self._thought() if self.state == "inside" else ""
         return thought, self._after() if self.state == "after" else ""
 
     def _thought(self) -> str:
         """As much of the thought as is certain; its leading white space is dropped, and with it an empty thought."""
-        thought, closed, rest = self._held.partition(CLOSE)
+        thought, closed, rest = self.held.partition(CLOSE)
         if closed:
-            self.state, self._held = "after", rest
+            self.state, self.held = "after", rest
         else:
-            keep = _overlap(self._held, CLOSE)
-            thought, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            keep = _overlap(self.held, CLOSE)
+            thought, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         if self.empty:
             thought = thought.lstrip()
             self.empty = not thought
@@ -65,14 +65,14 @@ class Inline:
 
     def _after(self) -> str:
         """Content behind a thought begins with its first visible character."""
-        text, self._held = self._held.lstrip(), ""
+        text, self.held = self.held.lstrip(), ""
         if text:
             self.state = "plain"
         return text
 
     def flush(self) -> tuple[str, str]:
         """The stream ended, or the beginning turned out to be plain: what is held, as (reasoning, content)."""
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         inside, self.state = self.state == "inside", "plain"
         return (held, "") if inside else ("", held)
 
@@ -185,7 +185,7 @@ class ThinkingWatch:
 
     def finish(self) -> Sequence[Chunk]:
         out = []
-        for index in list(self._inline):
+        for index in [i for i, inline in self._inline.items() if inline.state != "plain" or inline.held]:
             rest = self._choice({"index": index, "delta": {}, "finish_reason": None}, "delta", last=True)
             if rest["delta"]:
                 out.append(Chunk.of(self._last | {"choices": [rest]}))

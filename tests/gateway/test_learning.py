@@ -150,7 +150,7 @@ def test_old_habits_fade() -> None:
     for kind, times in (("compaction", 60), ("append", 2000)):
         for _ in range(times):
             agent.add(kind)
-    assert agent.share("compaction") < 0.02 and agent.seen <= 200
+    assert agent.edits["compaction"] < 0.02 * agent.seen and agent.seen <= 200
     assert 0 <= agent.weight("system", "end", 0.9) <= 1
 
 
