@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.ipc import Anchor
-from engine.prefix.anchors import FIXED, parting, plan
+from engine.prefix.anchors import FIXED, MIN_GAP, parting, plan
 from engine.prefix.base import Match, OutOfPages, Storage
 from engine.prefix.disk import DiskConfig, DiskTier
 from engine.prefix.history import History, explain
@@ -71,6 +71,8 @@ class RadixCache:
         self.counters: Counter[str] = Counter()
         self.slots = PagePool(slots, most_slots, "sequence slots")
         self._alarm = ThrashAlarm()
+        state, row = storage.state_bytes, max(1, storage.row_bytes)
+        self._long = min(LONG_PREFILL, max(MIN_GAP, state // row)) if state else LONG_PREFILL
         self._text_keys = text_keys
         self._clock = clock
         self.disk: DiskTier | None = None
@@ -140,8 +142,12 @@ class RadixCache:
             self._keep(lease, np.asarray(tokens, np.int32), kind or (stop.kind if stop else "turn"))
 
     def answering(self, lease: RadixLease) -> None:
-        """The first token is out: a long prefill goes to disk now, a short one with the end of its turn."""
-        if not lease.answered and len(lease.tokens) - lease.match.common >= LONG_PREFILL:
+        """The first token is out: a long prefill goes to disk now, a short one with the end of its turn.
+
+        Now means up to the prompt's end: the same prompt sent again resumes there. Models that resume only where a state was
+        kept can do so for shorter prompts too, once the state weighs no more than the rows before it.
+        """
+        if not lease.answered and len(lease.tokens) - lease.match.common >= self._long:
             self._save(lease)
         lease.answered = True
 

@@ -17,11 +17,12 @@ import numpy as np
 from engine.prefix.anchors import FIXED
 from engine.prefix.base import Storage
 from engine.prefix.files import KV, STATE, Damaged
-from engine.prefix.journal import Drop, DropState, Put, Reading, Spent, Use
+from engine.prefix.journal import Drop, DropState, Spent, Use
+from engine.prefix.ledger import Ledger
 from engine.prefix.policy import Segment
 from engine.prefix.radix import Node, RadixTree
 from engine.prefix.records import DiskIndex, Record
-from engine.prefix.recover import bind, no_garbage_collection, recover
+from engine.prefix.recover import bind, frames, no_garbage_collection, put, recover
 from engine.prefix.store import MAX_JOBS, DiskStore, Outcome, WriteJob
 from engine.prefix.unwritten import Unwritten
 from engine.prefix.writes import WriteBudget
@@ -78,18 +79,19 @@ class DiskTier:
 
     # --- opening
 
-    def _load(self, reading: Reading) -> None:
-        if reading.damaged:
-            self._log("journal damaged", bytes=reading.damaged, hint="what is behind the damage is prefilled again")
-        found = recover(reading.frames, self._tree)
+    def _load(self, ledger: Ledger) -> None:
+        if ledger.damaged:
+            self._log("journal damaged", bytes=ledger.damaged, hint="what is behind the damage is prefilled again")
+        found = recover(ledger, self._tree)
         self.counters["orphans"] += found.orphans
-        self._writes.spent.update(found.spent)
+        self._writes.spent.update(ledger.spent)
         self.index.load(found.records)
-        self.index.next_id = found.next_id
-        if reading.damaged or found.stale:
-            error = self._store.compact(found.frames())
+        self.index.next_id = ledger.next_id
+        if ledger.damaged or found.stale:
+            error = self._store.compact(frames(ledger, found.records))
             if error:
                 self._failed(error)
+        self._store.condense()
 
     # --- writing
 
@@ -129,25 +131,24 @@ class DiskTier:
         count = last.end - start
         kv_bytes = count * self._storage.row_bytes
         state_bytes = self._storage.state_bytes if last.state is not None else 0
-        again = sum(len(n.tokens) for n in run if n.written) * self._storage.row_bytes
+        again = sum(n.size for n in run if n.written) * self._storage.row_bytes
         with self.index.pinned(parent):
             if not self._admit(kv_bytes + state_bytes, owner, segment, again):
                 return None
-        record = Record(self.index.next_id, parent, start, last.end, self._clock())
-        record.kv_bytes, record.state_bytes = kv_bytes, state_bytes
-        record.kind, record.owner, record.key = last.kind or "turn-end", owner, self._tree.key(last)
-        tokens = np.concatenate([n.tokens for n in run])
-        above = parent.id if parent else 0
-        born, kind, key = record.born, record.kind, record.key
-        put = Put(record.id, above, start, tokens.tobytes(), kv_bytes, state_bytes, kind, owner, born, key)
+        now, kind = self._clock(), last.kind or "turn-end"
+        record = Record(
+            self.index.next_id, parent.id if parent else 0, start, last.end, born=now, used=now, kind=kind, owner=owner
+        )
+        record.kv_bytes, record.state_bytes, record.key, record.parent = kv_bytes, state_bytes, self._tree.key(last), parent
+        tokens = np.concatenate([n.tokens for n in run]).tobytes()
         first = start // self._storage.page
         held = list(pages[first : (last.end - 1) // self._storage.page + 1])
         self._tree.pool.hold(held)
         offset, storage, blob = start % self._storage.page, self._storage, last.state
         self.index.add(record, segment)
         bind(self._tree, record, run[::-1])
-        self._writes.spend(self._clock(), record.bytes, again)
-        job = WriteJob(put, lambda: storage.read_rows(held, offset, count), lambda: storage.pack(blob), held)
+        self._writes.spend(now, record.total_bytes, again)
+        job = WriteJob(put(record, tokens), lambda: storage.read_rows(held, offset, count), lambda: storage.pack(blob), held)
         self._store.submit(job)
         return record
 
@@ -217,18 +218,20 @@ class DiskTier:
         return self._store.pending + len(self._unwritten)
 
     def _apply(self, outcome: Outcome) -> None:
-        put = outcome.job.put
-        record = self.index.records.get(put.id)
+        frame = outcome.job.put
+        record = self.index.records.get(frame.id)
         if outcome.error:
             self._failed(outcome.error)
             if record is not None:
                 self.drop_with_children(record, "store-failed")
             return
         self.counters["stored"] += 1
-        self.counters["stored_bytes"] += put.kv_bytes + put.state_bytes
+        self.counters["stored_bytes"] += frame.kv_bytes + frame.state_bytes
         if record is not None:  # else it was given up while it was written; its Drop is queued behind it
             record.stored = True
-            self._log("stored", tier="disk", tokens=record.end, bytes=record.bytes, reason=put.kind, key=put.key.hex()[:16])
+            self._log(
+                "stored", tier="disk", tokens=record.end, bytes=record.total_bytes, reason=frame.kind, key=frame.key.hex()[:16]
+            )
 
     def _failed(self, error: str) -> None:
         self.counters["errors"] += 1

@@ -22,7 +22,7 @@ import xxhash
 
 from engine.prefix.journal import sync_directory
 
-MAGIC = b"MOORKV2\n"
+MAGIC = b"MOORKV3\n"
 _HEADER = struct.Struct("<8s16s16sQQ")  # then crc32 of these: 60 bytes, then zeros up to HEADER
 HEADER = 64
 CHUNK = 8 << 20  # bytes a read asks for: large enough for full disk speed, small enough to checksum out of the cache

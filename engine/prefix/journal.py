@@ -2,6 +2,7 @@
 
 Frames are `length u32 | crc32 u32 | msgpack`. A crash can tear the last frame only; reading stops there, says so, and the
 file is cut back. Nothing is looked up in here while serving: it is read once at start and rewritten when it has grown stale.
+What its frames come to is `ledger`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,13 +25,13 @@ class Put(msgspec.Struct, frozen=True, tag=1, array_like=True):
     id: int
     parent: int  # 0 = the sequence starts here
     start: int
-    tokens: bytes  # int32 little endian
     kv_bytes: int
     state_bytes: int
     kind: str
     owner: str  # the session it belongs to; SHARED when several read it
     born: float  # wall clock, seconds
     key: bytes  # chain hash of all tokens up to its end
+    tokens: bytes  # int32 little endian; the last bytes of the frame, so that who knows its end can find them
 
 
 class Drop(msgspec.Struct, frozen=True, tag=2, array_like=True):
@@ -66,53 +66,38 @@ _decode = msgspec.msgpack.Decoder(Frame).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True)
-class Reading:
-    """`frames` up to the first damaged one; `damaged` bytes were behind it."""
-
-    frames: list[Frame]
-    damaged: int
+def pack(frame: Frame) -> bytes:
+    body = _encode(frame)
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def pack(frames: Iterable[Frame]) -> bytes:
-    parts = []
-    for frame in frames:
-        body = _encode(frame)
-        parts += (_HEAD.pack(len(body), zlib.crc32(body)), body)
-    return b"".join(parts)
-
-
-def read(path: Path) -> Reading:
-    """All whole frames of `path`; an absent file reads as empty."""
-    try:
-        data = memoryview(path.read_bytes())
-    except FileNotFoundError:
-        return Reading([], 0)
-    frames: list[Frame] = []
-    at = 0
-    while at + _HEAD.size <= len(data):
-        size, crc = _HEAD.unpack_from(data, at)
-        body = data[at + _HEAD.size : at + _HEAD.size + size]
-        if size > MAX_FRAME or len(body) < size or zlib.crc32(body) != crc:
-            break
+def scan(data: memoryview, at: int = 0) -> Iterator[tuple[Frame, int]]:
+    """The frames of a journal from byte `at` on, each with the byte behind it, up to the first that is not whole."""
+    size, check = _HEAD.size, zlib.crc32
+    while at + size <= len(data):
+        length, crc = _HEAD.unpack_from(data, at)
+        at += size + length
+        body = data[at - length : at]
+        if length > MAX_FRAME or len(body) < length or check(body) != crc:
+            return
         try:
-            frames.append(_decode(body))
+            frame = _decode(body)
         except msgspec.DecodeError:
-            break
-        at += _HEAD.size + size
-    return Reading(frames, len(data) - at)
+            return
+        yield frame, at
 
 
-def rewrite(path: Path, frames: Iterable[Frame]) -> None:
-    """Replace the journal by `frames`, whole or not at all."""
+def rewrite(path: Path, frames: Iterable[Frame]) -> int:
+    """Replace the journal by `frames`, whole or not at all; returns how many."""
     fresh = path.with_suffix(".new")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as out:
-        out.write(pack(frames))
+        count = sum(bool(out.write(pack(frame))) for frame in frames)
         out.flush()
         os.fsync(out.fileno())
     os.replace(fresh, path)
     sync_directory(path.parent)
+    return count
 
 
 class Journal:
@@ -130,7 +115,7 @@ class Journal:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._inode = os.fstat(self._fd).st_ino
-        data, before = pack(frames), os.fstat(self._fd).st_size
+        data, before = b"".join(map(pack, frames)), os.fstat(self._fd).st_size
         try:
             written = os.write(self._fd, data)
             if written < len(data):

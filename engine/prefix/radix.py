@@ -13,62 +13,56 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from engine.prefix.pages import PagePool
+from engine.prefix.records import Record
 
 _NO_MARKS: frozenset[str] = frozenset()  # most nodes of a large index have none: 200 bytes each saved
 
 
-class Node:
-    """Tokens `[start, end)` of every sequence that passes here."""
+class Tokens(Protocol):
+    """Tokens that are somewhere else until they are asked for."""
 
-    __slots__ = (
-        "parent",
-        "children",
-        "tokens",
-        "start",
-        "pages",
-        "state",
-        "kind",
-        "weight",
-        "segment",
-        "locks",
-        "hits",
-        "born",
-        "owner",
-        "marks",
-        "gone",
-        "key",
-        "record",
-        "written",
-    )
+    def read(self) -> np.ndarray: ...
 
-    def __init__(self, parent: Node | None, tokens: np.ndarray, start: int) -> None:
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        self.tokens = tokens  # int32 [end - start]
-        self.start = start
-        self.pages: list[int] | None = None  # page ids of indices start // page .. (end - 1) // page
-        self.state: Any = None  # recurrent state after `end` tokens
-        self.kind = ""  # why the border at `end` was made: an anchor kind, "turn-end", "grid", ...
-        self.weight = 0.0
-        self.segment = 0  # a policy.Segment
-        self.locks = 0  # leases at or below this node
-        self.hits = 0
-        self.born = 0.0
-        self.owner = ""  # the session that computed it; records.SHARED once another read it
-        self.marks: set[str] | frozenset[str] = _NO_MARKS  # sessions that sent a sequence ending here
-        self.gone = ""  # why a ghost lost its pages; "" when they were never computed
-        self.key = b""  # chain hash of tokens [0, end), filled by `RadixTree.key`
-        self.record: Any = None  # disk record of this node, owned by the disk tier
-        self.written = False  # it had a record once
+
+class Node(msgspec.Struct, eq=False):
+    """Tokens `[start, end)` of every sequence that passes here. A struct: a large index makes one a record at start."""
+
+    parent: Any  # a Node; None for the root
+    held: Any  # int32 [end - start], or Tokens
+    start: int
+    end: int
+    children: dict[int, Any] = {}  # by first token
+    pages: list[int] | None = None  # page ids of indices start // page .. (end - 1) // page
+    state: Any = None  # recurrent state after `end` tokens
+    kind: str = ""  # why the border at `end` was made: an anchor kind, "turn-end", "grid", ...
+    weight: float = 0.0
+    segment: int = 0  # a policy.Segment
+    locks: int = 0  # leases at or below this node
+    hits: int = 0
+    born: float = 0.0
+    owner: str = ""  # the session that computed it; records.SHARED once another read it
+    marks: set[str] | frozenset[str] = _NO_MARKS  # sessions that sent a sequence ending here
+    gone: str = ""  # why a ghost lost its pages; "" when they were never computed
+    key: bytes = b""  # chain hash of tokens [0, end), filled by `RadixTree.key`
+    record: Any = None  # disk record of this node, owned by the disk tier
+    written: bool = False  # it had a record once
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
+    def tokens(self) -> np.ndarray:
+        held = self.held
+        if type(held) is not np.ndarray:
+            held = self.held = held.read()
+        return held
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
     def __repr__(self) -> str:
         return f"Node[{self.start}:{self.end}{' pages' if self.pages else ''}{' state' if self.state is not None else ''}]"
@@ -95,7 +89,7 @@ class RadixTree:
     def __init__(self, pool: PagePool, page: int) -> None:
         self.pool = pool
         self.page = page
-        self.root = Node(None, np.empty(0, np.int32), 0)
+        self.root = Node(None, np.empty(0, np.int32), 0, 0)
         self.nodes = 0
         self.ghost_tokens = 0
         self.on_split: Callable[[Node], None] = lambda lower: None
@@ -106,13 +100,13 @@ class RadixTree:
         path: list[Node] = []
         node, depth = self.root, 0
         while depth < len(tokens):
-            child = node.children.get(int(tokens[depth]))
+            child = node.children.get(tokens.item(depth))
             if child is None:
                 break
-            size = common_length(child.tokens, tokens[depth : depth + len(child.tokens)])
+            size = common_length(child.tokens, tokens[depth : depth + child.size])
             path.append(child)
             depth += size
-            if size < len(child.tokens):
+            if size < child.size:
                 break
             node = child
         return Walk(tuple(path), depth)
@@ -131,7 +125,7 @@ class RadixTree:
     def split(self, node: Node, at: int) -> Node:
         """Cut `node` at token `at`; returns the new upper node. `node` stays the lower one and keeps what hangs at its end."""
         assert node.start < at < node.end and node.parent is not None
-        upper = Node(node.parent, node.tokens[: at - node.start], node.start)
+        upper = Node(node.parent, node.tokens[: at - node.start], node.start, at)
         upper.segment, upper.locks, upper.hits, upper.born = node.segment, node.locks, node.hits, node.born
         upper.owner = node.owner
         upper.gone, upper.record, upper.written = node.gone, node.record, node.written
@@ -143,26 +137,33 @@ class RadixTree:
             node.pages = node.pages[at // self.page - first :]
             if at % self.page:
                 self.pool.hold(upper.pages[-1:])
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens = node.tokens[at - node.start :]
+        node.parent.children[upper.tokens.item(0)] = upper
+        node.held = node.tokens[at - node.start :]
         node.start, node.parent = at, upper
-        upper.children[int(node.tokens[0])] = node
+        upper.children[node.tokens.item(0)] = node
         self.nodes += 1
         self.on_split(node)
         return upper
 
     def graft(self, parent: Node, tokens: np.ndarray) -> Node:
         """A new child of `parent`, none of whose children starts with the same token."""
-        child = Node(parent, tokens, parent.end)
-        parent.children[int(tokens[0])] = child
+        child = Node(parent, tokens, parent.end, parent.end + len(tokens))
+        parent.children[tokens.item(0)] = child
         self.nodes += 1
         self.ghost_tokens += len(tokens)
+        return child
+
+    def restore(self, parent: Node, record: Record, tokens: Tokens) -> Node:
+        """The same for what is on disk as `record`, whose tokens nobody needs yet."""
+        child = Node(parent, tokens, record.start, record.end, kind=record.kind, key=record.key, record=record, written=True)
+        parent.children[record.first] = child
+        self.nodes += 1
         return child
 
     def set_record(self, node: Node, record: object | None) -> None:
         """`node` is on disk as part of `record`, or (None) no longer."""
         if node.pages is None and (node.record is None) != (record is None):
-            self.ghost_tokens += len(node.tokens) * (1 if record is None else -1)
+            self.ghost_tokens += node.size * (1 if record is None else -1)
         node.record = record
         node.written = node.written or record is not None
         if record is None and node.pages is None and not node.locks:
@@ -177,7 +178,7 @@ class RadixTree:
             node.pages = list(pages[node.start // self.page : (node.end - 1) // self.page + 1])
             self.pool.hold(node.pages)
             self._replace_tail(node)
-            self.ghost_tokens -= len(node.tokens) if node.record is None else 0
+            self.ghost_tokens -= node.size if node.record is None else 0
             filled.append(node)
         return filled
 
@@ -210,14 +211,14 @@ class RadixTree:
         self.pool.drop(node.pages)
         node.pages = node.state = None
         node.gone = why
-        self.ghost_tokens += len(node.tokens) if node.record is None else 0
+        self.ghost_tokens += node.size if node.record is None else 0
 
     def remove(self, leaf: Node) -> None:
         """Forget a ghost without children."""
         assert not leaf.children and leaf.pages is None and leaf.record is None and not leaf.locks
-        del leaf.parent.children[int(leaf.tokens[0])]
+        del leaf.parent.children[leaf.tokens.item(0)]
         self.nodes -= 1
-        self.ghost_tokens -= len(leaf.tokens)
+        self.ghost_tokens -= leaf.size
 
     def key(self, node: Node) -> bytes:
         """Chain hash of the tokens [0, node.end): the same whatever borders the tree has on the way."""

@@ -119,8 +119,8 @@ class RamTier:
         """Drop a leaf's pages and state, and what above it can no longer be resumed from; returns how many tokens went."""
         gone = 0
         while True:
-            gone += len(node.tokens)
-            self._log_evicted(node, why, len(node.tokens))
+            gone += node.size
+            self._log_evicted(node, why, node.size)
             self.page_order.drop(node)
             self.state_order.drop(node)
             self.tree.release(node, why)

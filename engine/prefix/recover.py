@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from engine.prefix.journal import Drop, DropState, Frame, Put, Spent, Use
+from engine.prefix.journal import Frame, Put, Spent, Use
+from engine.prefix.ledger import Ledger
 from engine.prefix.radix import Node, RadixTree
 from engine.prefix.records import Record
 
@@ -41,85 +39,58 @@ class Recovered:
     """Records whose ancestors are all here, bound to tree nodes; `stale` when half of the journal is of no use."""
 
     records: list[Record] = field(default_factory=list)  # parents before children
-    puts: list[Put] = field(default_factory=list)  # of `records`
-    spent: Counter[int] = field(default_factory=Counter)  # bytes written by hour
     orphans: int = 0  # what they continue is not here, or their tokens are taken
-    next_id: int = 1  # ids are never used twice, not even those of records that went
     stale: bool = False
 
-    def frames(self) -> list[Frame]:
-        """A journal that says the same with nothing stale in it."""
-        frames: list[Frame] = list(self.puts)
-        frames += [Use(r.id, r.used, r.reads, r.owner) for r in self.records if r.reads]
-        frames += [Spent(hour, size) for hour, size in self.spent.items()]
-        lost = tuple(p.id for p, r in zip(self.puts, self.records, strict=True) if p.state_bytes and not r.state_bytes)
-        frames.append(DropState(lost))
-        return frames
 
-
-def recover(frames: Sequence[Frame], tree: RadixTree) -> Recovered:
-    """Replay `frames` and hang what is left of them on `tree`."""
+def recover(ledger: Ledger, tree: RadixTree) -> Recovered:
+    """Bind the records a journal comes to to each other and hang them on `tree`."""
     found = Recovered()
-    puts: dict[int, Put] = {}
-    gone_states: set[int] = set()
-    uses: dict[int, Use] = {}
-    for frame in frames:
-        if type(frame) is Put:
-            puts[frame.id] = frame
-            found.next_id = max(found.next_id, frame.id + 1)
-        elif isinstance(frame, Drop):
-            for each in frame.ids:
-                puts.pop(each, None)
-        elif isinstance(frame, DropState):
-            gone_states.update(frame.ids)
-        elif isinstance(frame, Use):
-            uses[frame.id] = frame
-        else:
-            found.spent[frame.hour] = frame.bytes
     made: dict[int, Record] = {}
-    for put in sorted(puts.values(), key=lambda p: p.id):  # a parent's id is always the smaller one
-        record = _attach(put, made, tree)
-        if record is None:
+    for record in ledger.records.values():
+        parent = made.get(record.above)
+        above = _above(tree, record, parent)
+        if above is None or record.end == record.start or record.first in above.children:
             found.orphans += 1
             continue
-        record.state_bytes = 0 if put.id in gone_states else put.state_bytes
-        use = uses.get(put.id)
-        if use is not None:
-            record.used, record.reads, record.owner = max(use.at, put.born), use.reads, use.owner
-        made[put.id] = record
-        found.puts.append(put)
+        node = tree.restore(above, record, ledger.tokens(record))
+        record.parent, record.nodes = parent, [node]
+        made[record.id] = record
     found.records = list(made.values())
-    for record in sorted(found.records, key=lambda r: -r.start):
-        if record.parent is not None:
-            record.parent.used = max(record.parent.used, record.used)
-    needed = len(found.puts) + len(uses) + len(found.spent)
-    found.stale = len(frames) > 2 * needed + FEW
+    for record in reversed(found.records):
+        if record.parent is not None and record.parent.used < record.used:
+            record.parent.used = record.used
+    needed = len(made) + sum(r.reads > 0 for r in found.records) + len(ledger.spent)
+    found.stale = ledger.frames > 2 * needed + FEW
     return found
 
 
-def _attach(put: Put, made: dict[int, Record], tree: RadixTree) -> Record | None:
-    """The record of `put` with its tree node, or None when what it continues is not here or its tokens are taken."""
-    tokens = np.frombuffer(put.tokens, np.int32)
-    parent = made.get(put.parent)
-    above: Node | None = tree.root
-    if put.parent:
-        above = parent.nodes[0] if parent is not None else None
-        while above is not None and above.start >= put.start:
-            above = above.parent
-        if above is None or above.end < put.start:
-            return None
-        if above.end > put.start:
-            above = tree.split(above, put.start)
-    if not len(tokens) or above.end != put.start or int(tokens[0]) in above.children:
-        return None
-    node = tree.graft(above, tokens)
-    node.kind = put.kind
-    node.key = put.key
-    record = Record(put.id, parent, put.start, put.start + len(tokens), put.born)
-    record.kv_bytes, record.kind, record.owner, record.key = put.kv_bytes, put.kind, put.owner, put.key
-    record.stored = True
-    bind(tree, record, [node])
-    return record
+def frames(ledger: Ledger, records: Sequence[Record]) -> Iterator[Frame]:
+    """A journal of `records`, which came from `ledger`, that says the same with nothing stale in it."""
+    for record in records:
+        yield put(record, ledger.tokens(record).read().tobytes())
+        if record.reads:
+            yield Use(record.id, record.used, record.reads, record.owner)
+    yield from (Spent(hour, size) for hour, size in ledger.spent.items())
+
+
+def put(record: Record, tokens: bytes) -> Put:
+    """The frame that makes `record` known."""
+    sizes, what = (record.kv_bytes, record.state_bytes), (record.kind, record.owner, record.born, record.key)
+    return Put(record.id, record.above, record.start, *sizes, *what, tokens)
+
+
+def _above(tree: RadixTree, record: Record, parent: Record | None) -> Node | None:
+    """The node `record` continues, cut where it does; None when it is not here."""
+    start = record.start
+    if not record.above:
+        return None if start else tree.root
+    node: Node | None = parent.nodes[0] if parent is not None else None
+    while node is not None and node.start >= start:
+        node = node.parent
+    if node is None or node.end <= start:
+        return node if node is not None and node.end == start else None
+    return tree.split(node, start)
 
 
 def bind(tree: RadixTree, record: Record, nodes: Sequence[Node]) -> None:

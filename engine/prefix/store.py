@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.prefix.files import KV, STATE, Files, buffer_of, retire_strangers, strangers
-from engine.prefix.journal import Drop, DropState, Frame, Journal, Put, Reading, read, rewrite
+from engine.prefix.journal import Drop, DropState, Frame, Journal, Put, rewrite
+from engine.prefix.ledger import Ledger, condense, read
 from engine.protocol import log_line
 
 logger = logging.getLogger(__name__)
 
 MAX_JOBS = 256
+INDEX_EVERY = 1000  # frames behind the index after which a stop, or a start, writes it anew: reading them takes 5 ms
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class _Sweep:
     before: float
 
 
+@dataclass(frozen=True)
+class _Condense:
+    """Write the index of the journal."""
+
+
 @dataclass
 class _Stop:
     done: threading.Event = field(default_factory=threading.Event)
@@ -62,7 +69,9 @@ class DiskStore:
         self._files.open()
         self.others = len(strangers(root, self._files.root))  # what other weights, templates, kernels left here
         self._journal = Journal(self._files.root / "journal")
-        self._jobs: queue.Queue[WriteJob | Frame | _Sweep | _Stop] = queue.Queue()
+        self._index = self._files.root / "index"
+        self._unindexed = 0  # frames of the journal behind its index
+        self._jobs: queue.Queue[WriteJob | Frame | _Sweep | _Condense | _Stop] = queue.Queue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._failed: set[int] = set()
         self._waiting: dict[int, WriteJob] = {}
@@ -86,17 +95,24 @@ class DiskStore:
     def directory(self) -> str:
         return str(self._files.root)
 
-    def load(self) -> Reading:
-        """What the journal says; call before the first write."""
-        return read(self._journal.path)
+    def load(self) -> Ledger:
+        """What the journal comes to; call before the first write."""
+        ledger = read(self._journal.path, self._index)
+        self._unindexed = ledger.scanned
+        return ledger
 
     def compact(self, frames: Iterable[Frame]) -> str:
         """Replace the journal; call before the first write. Returns the error, "" when done."""
         try:
-            rewrite(self._journal.path, frames)
+            self._unindexed = rewrite(self._journal.path, frames)
         except OSError as e:
             return e.strerror or str(e)
         return ""
+
+    def condense(self) -> None:
+        """Write the journal's index if it has fallen behind."""
+        if self._unindexed >= INDEX_EVERY:
+            self._jobs.put(_Condense())
 
     def read(self, record: int, part: str, key: bytes, size: int) -> memoryview:
         """See Files.read. Raises Damaged."""
@@ -160,6 +176,8 @@ class DiskStore:
         while True:
             item = self._jobs.get()
             if isinstance(item, _Stop):
+                if self._unindexed >= INDEX_EVERY:
+                    self._housekeep(_Condense())
                 item.done.set()
                 return
             if isinstance(item, WriteJob):
@@ -176,13 +194,17 @@ class DiskStore:
             self._files.write(put.id, KV, put.key, job.rows())
             if put.state_bytes:
                 self._files.write(put.id, STATE, put.key, job.state())
-            self._journal.append((put,))
+            self._append(put)
         except OSError as e:
             self._failed.add(put.id)
             return e.strerror or str(e)
         return ""
 
-    def _housekeep(self, item: Frame | _Sweep) -> None:
+    def _append(self, frame: Frame) -> None:
+        self._journal.append((frame,))
+        self._unindexed += 1
+
+    def _housekeep(self, item: Frame | _Sweep | _Condense) -> None:
         root = self._files.root
         try:
             if isinstance(item, _Sweep):
@@ -190,7 +212,11 @@ class DiskStore:
                 for name in retire_strangers(root.parent, root, item.before):
                     logger.info(log_line("kv cache evicted", tier="disk", reason="ttl", identity=name))
                 return
-            self._journal.append((item,))
+            if isinstance(item, _Condense):
+                condense(self._journal.path, self._index)
+                self._unindexed = 0
+                return
+            self._append(item)
             if isinstance(item, Drop | DropState):
                 for record in item.ids:
                     self._files.delete(record, (STATE,) if isinstance(item, DropState) else (KV, STATE))

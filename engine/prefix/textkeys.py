@@ -89,7 +89,7 @@ class _Walker:
         if place.at >= len(self._tokens):
             return []
         node = place.path[-1] if place.path else self._tree.root
-        if place.inside < len(node.tokens):
+        if place.inside < node.size:
             edges = [(place.path, node, place.inside)]
         else:
             edges = [((*place.path, child), child, 0) for child in node.children.values() if _held(child)]

@@ -27,7 +27,7 @@ from engine.ipc import Anchor  # noqa: E402
 from engine.prefix.base import OutOfPages  # noqa: E402
 from engine.prefix.cache import RadixCache  # noqa: E402
 from engine.prefix.disk import DiskConfig  # noqa: E402
-from engine.prefix.journal import Reading  # noqa: E402
+from engine.prefix.ledger import Ledger  # noqa: E402
 from engine.prefix.store import Outcome, WriteJob  # noqa: E402
 from ops.bench.prefix_result import Result, table  # noqa: E402
 from ops.bench.prefix_rivals import Density, PlainLru, snapshots  # noqa: E402
@@ -70,8 +70,10 @@ class NoDisk:
         self._done: list[Outcome] = []
         self.errors: list[str] = []
 
-    def load(self) -> Reading:
-        return Reading([], 0)
+    def load(self) -> Ledger:
+        return Ledger()
+
+    def condense(self) -> None: ...
 
     def submit(self, job: WriteJob) -> None:
         self._done.append(Outcome(job))

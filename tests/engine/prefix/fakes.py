@@ -192,7 +192,7 @@ def audit(cache: RadixCache, running: Sequence[Sequence_] = ()) -> None:
     assert (nodes, ghosts) == (cache.tree.nodes, cache.tree.ghost_tokens)
     if cache.disk:
         index = cache.disk.index
-        assert index.bytes == sum(r.bytes for r in index.records.values()) <= max(index.budget, 0)
+        assert index.bytes == sum(r.total_bytes for r in index.records.values()) <= max(index.budget, 0)
         for record in index.records.values():
             assert record.children == sum(r.parent is record for r in index.records.values())
             assert sum(len(n.tokens) for n in record.nodes) == record.end - record.start

@@ -9,12 +9,14 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.ipc import Anchor
+from engine.prefix import store
 from engine.prefix.files import Busy, identity
 from engine.protocol import parse_log_line
 from tests.engine.prefix.fakes import Sequence_, audit, failing, kill, make, written
@@ -138,15 +140,19 @@ def test_other_weights_find_nothing(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), hybrid=st.booleans())
-def test_any_damage_costs_a_prefill_and_no_wrong_row(tmp_path: Path, data: st.DataObject, hybrid: bool) -> None:
-    """Flip a bit in, cut, empty or remove any file: what comes back is a true prefix, and a log line says so."""
+@given(data=st.data(), hybrid=st.booleans(), indexed=st.integers(0, 3))
+def test_any_damage_costs_a_prefill_and_no_wrong_row(tmp_path: Path, data: st.DataObject, hybrid: bool, indexed: int) -> None:
+    """Flip a bit in, cut, empty or remove any file: what comes back is a true prefix, and a log line says so.
+
+    The journal has an index of its first `indexed` turns.
+    """
     root = tmp_path / str(time.monotonic_ns())
-    cache = make(pages=128, hybrid=hybrid, root=root)
     tokens = list(TALK[:30])
     for n in range(3):
-        tokens = talk(cache, [*tokens, *range(100 * n + 100, 100 * n + 120)])
-    kill(cache)
+        with patch.object(store, "INDEX_EVERY", 1 if n < indexed else 1000):
+            cache = make(pages=128, hybrid=hybrid, root=root)
+            tokens = talk(cache, [*tokens, *range(100 * n + 100, 100 * n + 120)])
+            kill(cache)
     victim = data.draw(st.sampled_from(sorted(p for p in root.rglob("*") if p.is_file() and p.name != "lock")))
     raw = victim.read_bytes()
     how = data.draw(st.sampled_from(["flip", "cut", "empty", "remove"]))

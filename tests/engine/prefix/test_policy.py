@@ -103,7 +103,7 @@ def test_on_disk_as_well() -> None:
     index = DiskIndex(budget=1000)
 
     def add(kind: str, owner: str, used: float) -> Record:
-        record = Record(index.next_id, None, 0, 10, used)
+        record = Record(index.next_id, 0, 0, 10, born=used, used=used)
         record.kv_bytes, record.kind, record.owner = 100, kind, owner
         index.add(record, Segment.PROTECTED)
         return record

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import engine.prefix.cache as cache_module
+import engine.prefix.store as store_module
 from engine.ipc import Anchor
 from engine.prefix.base import OutOfPages
 from tests.engine.prefix.fakes import Sequence_, audit, kill, make, written
 
 MIN_RESTORE = cache_module.MIN_RESTORE
+INDEX_EVERY = store_module.INDEX_EVERY
 SESSIONS = ("a", "b")
 token = st.integers(1, 3)  # few tokens: branches, splits and re-joins are the rule
 
@@ -97,8 +99,9 @@ class Traffic(RuleBasedStateMachine):
         written(self.cache)
 
     @precondition(lambda self: self.root)
-    @rule(clean=st.booleans())
-    def restart(self, clean: bool) -> None:
+    @rule(clean=st.booleans(), indexed=st.booleans())
+    def restart(self, clean: bool, indexed: bool) -> None:
+        store_module.INDEX_EVERY = 1 if indexed else INDEX_EVERY
         if clean:
             for sequence in self.running:
                 sequence.close("shutdown")
@@ -137,6 +140,7 @@ class Traffic(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         cache_module.MIN_RESTORE = MIN_RESTORE
+        store_module.INDEX_EVERY = INDEX_EVERY
         if self.root is not None:
             kill(self.cache)
             shutil.rmtree(self.root)

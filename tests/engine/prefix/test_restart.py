@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine.prefix import store
 from engine.protocol import parse_log_line
 from tests.engine.prefix.fakes import failing
 from tests.engine.prefix.server import Server, serving
-from tests.engine.prefix.talk import CLIENTS, ROUND, SLACK, Client, Message, ask, conversation, rounds, switch
+from tests.engine.prefix.talk import CLIENTS, ROUND, SLACK, Client, Message, ask, conversation, opening, rounds, switch
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,27 @@ async def test_each_turn_after_a_restart_comes_from_disk(model: Path, tmp_path: 
             (usage,) = await rounds(server, messages, 1, client, thinking=True, first=turn)
             assert usage["source"] == "disk" and usage["lost"] <= SLACK and usage["new"] <= ROUND + SLACK, usage
             assert usage["restore_ms"] > 0
+
+
+async def test_the_same_prompt_again_comes_from_disk(model: Path, tmp_path: Path) -> None:
+    """Sent again (a second try, the same agent started anew) once memory has forgotten it, and after a restart."""
+    disk = {"kv_disk": str(tmp_path / "kv"), "clean": False}
+    messages = opening("Sum these up: " + " ".join(f"number{n}" for n in range(150)))
+    prompt = [(7 * i * i + 3 * i) % 690 for i in range(500)]
+
+    async def send(server: Server) -> list[dict]:
+        found = [await ask(server, messages), (await server.complete(prompt, "t", max_tokens=4))["usage"]["moorage"]]
+        await stored(server)
+        return found
+
+    async with serving(model, **disk) as server:
+        assert [u["source"] for u in await send(server)] == ["none", "none"]
+        await server.engine.control("cache.rebuild", options={"flush": "ram"})
+        flushed = await send(server)
+    async with serving(model, **disk) as server:
+        restarted = await send(server)
+    for usage in (*flushed, *restarted):
+        assert usage["source"] == "disk" and usage["lost"] <= SLACK and usage["new"] <= SLACK, (flushed, restarted)
 
 
 # --- faults
@@ -85,6 +107,32 @@ DAMAGES = {
     "flipped journal": (journal_flipped, "journal damaged"),
     "files gone": (lambda root: [p.unlink() for p in files(root)], "disk damaged"),
 }
+
+
+INDEX_DAMAGES = {
+    "none": lambda index: None,
+    "torn": lambda index: os.truncate(index, index.stat().st_size // 2),
+    "flipped": lambda index: index.write_bytes(bytes(b ^ 4 if n == 40 else b for n, b in enumerate(index.read_bytes()))),
+    "gone": lambda index: index.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(INDEX_DAMAGES))
+async def test_a_damaged_index_costs_nothing(
+    model: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says is in the journal too."""
+    monkeypatch.setattr(store, "INDEX_EVERY", 1)
+    disk = {"kv_disk": str(tmp_path / "kv")}
+    async with serving(model, **disk) as server:
+        messages = await conversation(server, 2)
+    (index,) = (tmp_path / "kv").rglob("index")
+    INDEX_DAMAGES[name](index)
+    caplog.set_level(logging.INFO)
+    async with serving(model, **disk) as server:
+        (usage,) = await rounds(server, messages, 1, first=2)
+        assert usage["source"] == "disk" and usage["lost"] <= SLACK and usage["new"] <= ROUND + SLACK, usage
+    assert "journal damaged" not in caplog.text and "disk damaged" not in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGES))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.prefix import store
 from engine.prefix.base import OutOfPages
 from tests.engine.prefix.fakes import Sequence_, audit, kill, make
 from tests.engine.prefix.server import Server, serving
@@ -30,11 +31,14 @@ def as_killed(source: Path, target: Path) -> None:
 @BOTH
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("budget", [400, 1 << 20], ids=["tiny", "roomy"])
-def test_a_kill_in_the_middle_of_writes_leaves_nothing_wrong(tmp_path: Path, hybrid: bool, seed: int, budget: int) -> None:
+def test_a_kill_in_the_middle_of_writes_leaves_nothing_wrong(
+    tmp_path: Path, hybrid: bool, seed: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten lives of a cache, each opened over what a kill left of the one before, none of them given time to write."""
     chance = random.Random(seed)
     talks = {name: [base] for name, base in (("a", 1), ("b", 2), ("c", 3))}
     for life in range(10):
+        monkeypatch.setattr(store, "INDEX_EVERY", chance.choice([1, 20, 1000]))
         cache = make(pages=30, hybrid=hybrid, states=6, root=tmp_path / str(life), budget=budget)
         for _ in range(chance.randrange(1, 12)):
             name = chance.choice(list(talks))
