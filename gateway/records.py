@@ -286,6 +286,10 @@ class RecordWriter:
         """All of `lines`, in as few writes as rotation allows; what the disk does not take is lost and counted."""
         limit, done, before = self._settings.rotate_mb * (1 << 20), 0, self.written
         try:
+            if self._file is not None and self._taken_away():
+                log.warning("records: %s was moved or removed; it is begun anew", self._path)
+                self._shut()
+                self._opened = 0.0
             while done < len(lines):
                 if self._file is None:
                     self._open()
@@ -324,6 +328,13 @@ class RecordWriter:
         self._opened = self._opened or self._began()
         if self._size and os.pread(self._file, 1, self._size - 1) != b"\n":
             self._size += os.write(self._file, b"\n")
+
+    def _taken_away(self) -> bool:
+        """Has somebody moved or removed the file, or the folder that it was in? What is written to it then, nobody finds."""
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except OSError:
+            return True
 
     def _began(self) -> float:
         """When the present file began: the time of its first record, which stands near its start."""

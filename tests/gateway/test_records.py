@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,23 @@ def test_an_unwritable_place_is_said_and_does_not_raise(tmp_path, caplog) -> Non
     writer.put(entry(1))
     writer.close()
     assert writer.dropped == 1 and "cannot write" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["file removed", "folder removed", "file moved"])
+def test_a_file_that_is_taken_away_is_begun_anew(how, tmp_path, caplog) -> None:
+    path = tmp_path / "deep" / "r.jsonl"
+    writer = RecordWriter(Records(path=str(path)))
+    writer.put(entry(1))
+    while writer.written < 1:
+        time.sleep(0.001)
+    if how == "file moved":
+        path.rename(tmp_path / "elsewhere")
+    else:
+        path.unlink() if how == "file removed" else shutil.rmtree(path.parent)
+    writer.put(entry(2))
+    writer.close()
+    assert [r["n"] for r in read(path)] == [2] and writer.written == 2 and writer.dropped == 0
+    assert caplog.text.count("moved or removed") == 1
 
 
 def test_kill_9_leaves_only_whole_lines(tmp_path) -> None:

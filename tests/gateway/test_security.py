@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import types
@@ -171,6 +172,56 @@ async def test_a_client_that_never_sends_its_body_is_let_go(tmp_path) -> None:
         body = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
         writer.close()
     assert head.startswith(b"HTTP/1.1 408") and b"within 0.2 s" in body and json.loads(body)["type"] == "error"
+
+
+ANSWERED = b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n"
+HALVES = {
+    "nothing": b"",
+    "half a line": b"POST /v1/chat/comp",
+    "half a head": b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx: y",
+    "half a second head": ANSWERED + b"GET / HTTP/1.1\r\nho",
+    "a blank line": ANSWERED + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+async def test_a_client_that_never_ends_its_head_is_let_go(half, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.cork.HEAD_S", 0.2)
+    async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+        host, port = gw.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for line in HALVES[half].splitlines(keepends=True):
+            writer.write(line)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # packets of their own
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200") if ANSWERED in HALVES[half] else answer == b""
+
+
+async def test_a_head_without_an_end_is_refused_and_takes_no_memory(tmp_path) -> None:
+    async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+        host, port = gw.url.removeprefix("http://").split(":")
+        for line in (b"a: b\r\n" * 2000, b"x" * 16000):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx: ")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(1000):
+                    writer.write(line)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            with contextlib.suppress(ConnectionError):  # what was sent behind its end may reset the connection before it is read
+                assert (await asyncio.wait_for(reader.read(), 30)).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+        assert (await gw.get("/")).status == 200
+
+
+async def test_a_long_answer_is_not_cut_by_the_time_for_heads(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.cork.HEAD_S", 0.05)
+    async with FakeUpstream() as up, Gateway(settings(up.base), tmp_path) as gw:
+        for _ in range(2):
+            up.script(Stream([content("a"), 0.3, content("b"), finish()]))
+            assert (await gw.post(ask(stream=True))).text() == "ab"
 
 
 DETAILS = ["/health", "/health/readiness", "/metrics", "/v1/models", "/v1/models/m"]

@@ -123,6 +123,33 @@ def test_garbage_is_an_error_and_never_an_answer(garbage: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "piece", [b"HTTP/1.1 100 Continue\r\n\r\n", b"a: b\r\n", b"x" * 9999], ids=["interim", "headers", "a line"]
+)
+async def test_a_head_without_an_end_is_given_up(piece: bytes) -> None:
+    begin = b"" if piece.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nx: "
+    async with Server([begin + piece, *[piece * (1 + 9999 // len(piece))] * 60]) as server:
+        with pytest.raises(wire.Broken, match="a head of more than 256 KiB"):
+            await server.ask()
+
+
+async def test_a_head_that_drips_is_waited_for_no_longer_than_one_that_does_not_come() -> None:
+    connection = wire.Connection(lambda c: None)
+    connection.transport = type("T", (), {"write": lambda s, d: None, "abort": lambda s: None})()
+    reply = connection.send(b"", b"")
+    drip = asyncio.create_task(dripping(connection))
+    with pytest.raises(TimeoutError):
+        await reply.head(0.2)
+    drip.cancel()
+
+
+async def dripping(connection: wire.Connection) -> None:
+    connection.data_received(b"HTTP/1.1 200 OK\r\nx: ")
+    while True:
+        await asyncio.sleep(0.01)
+        connection.data_received(b"x")
+
+
+@pytest.mark.parametrize(
     ("pieces", "unanswered"),
     [
         ([None], True),
