@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,7 +45,7 @@ from engine.prefix.textkeys import TextKeys
 from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
-from engine.text.tokenizer import TokenizerError, load_tokenizer
+from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from engine.tiers import Source, Ways, read_banks, run_groups
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,8 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     kernels = getattr(ops, "numerics", ops.name)  # cached tokens belong to the kernels whose bits they are
     try:
         pack = open_pack(Path(config.experts_pack).expanduser(), config.model, ops) if config.experts_pack else None
-        loaded = load_model(config.model, ops, progress, experts=pack is None)
+        with copying_threads(getattr(ops, "threads", 1)):
+            loaded = load_model(config.model, ops, progress, experts=pack is None)
         available = available_bytes()
         if available is None:
             raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
@@ -124,8 +127,9 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         "cache_bytes": plan.total_bytes,
         **msgspec.to_builtins(loaded.info),
     }
-    prefix = make_prefix(config, cache, plan, kernels)
-    grammars = Grammars(lambda: read_vocabulary(config.model, loaded.spec))
+    tokenizer = functools.cache(lambda: load_tokenizer(config.model))  # read once, for both who ask what a token spells
+    prefix = make_prefix(config, cache, plan, kernels, tokenizer)
+    grammars = Grammars(lambda: read_vocabulary(tokenizer, loaded.spec))
     try:
         grammars.warm()
     except GrammarError as problem:
@@ -259,10 +263,10 @@ def _expert_parts(executor: Experts, placed: Placed) -> ExpertParts:
     return ExpertParts(recording, found)
 
 
-def read_vocabulary(path: str, spec: ModelSpec) -> Vocabulary:
+def read_vocabulary(read: Callable[[], Tokenizer], spec: ModelSpec) -> Vocabulary:
     """The checkpoint's vocabulary as bytes. Raises GrammarError when it has no tokenizer."""
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = read()
     except TokenizerError as problem:
         raise GrammarError(f"a grammar needs the model's tokenizer: {problem}") from problem
     tokens = [tokenizer.token_bytes(i) for i in range(spec.vocab)]
@@ -292,7 +296,21 @@ def choose_kernels(name: str, threads: int) -> Ops:
     return importlib.import_module("engine.kernels.reference").ReferenceOps()
 
 
-def make_prefix(config: EngineConfig, cache: Cache, plan: CachePlan, kernels: str) -> PrefixCache:
+@contextmanager
+def copying_threads(threads: int) -> Iterator[None]:
+    """torch copies weights with this many threads inside: one alone touches fresh memory at a fraction of its rate. Its threads
+    sleep afterwards, as `choose_kernels` left them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_prefix(
+    config: EngineConfig, cache: Cache, plan: CachePlan, kernels: str, tokenizer: Callable[[], Tokenizer]
+) -> PrefixCache:
     """The cache in memory and, where `kv_disk` names a usable directory, on disk."""
     storage = TensorStorage(cache)
     disk, store = None, None
@@ -315,14 +333,14 @@ def make_prefix(config: EngineConfig, cache: Cache, plan: CachePlan, kernels: st
         state_budget=plan.state_budget,
         disk=disk if store else None,
         store=store,
-        text_keys=text_keys(config.model),
+        text_keys=text_keys(tokenizer),
     )
 
 
-def text_keys(model: str) -> TextKeys | None:
+def text_keys(read: Callable[[], Tokenizer]) -> TextKeys | None:
     """What each token spells; None for a checkpoint without a readable tokenizer, whose prompts then match by token only."""
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = read()
     except ValueError as problem:
         log.warning(log_line("prompts are matched by token only", why=str(problem)))
         return None

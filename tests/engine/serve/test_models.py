@@ -50,6 +50,16 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("engine._native") is None, reason="the native kernels are not built")
+def test_torch_has_threads_while_weights_are_copied_and_none_beside_the_pool(tmp_path) -> None:
+    make_tiny("mistral", tmp_path)
+    seen: list[int] = []
+    config = EngineConfig(model=str(tmp_path), kernels="cpu", threads=2, kv_bytes=64 << 20)
+    build(config, lambda fraction, stage: seen.append(torch.get_num_threads()) if stage == "loading weights" else None)
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == 1
+
+
 def test_a_mixture_equals_each_alone(checkpoint: str, kernels: str) -> None:
     together = engine(checkpoint, kernels, prefill_chunk=48, max_running=5)
     together.submit(*REQUESTS[:3])
