@@ -1,9 +1,9 @@
-// Formats of 4 to 6 bits, AVX2: stored rows -> unsigned bytes, and the scales of their groups.
+// Formats of small whole numbers, AVX2: stored rows -> unsigned bytes, and the scales of their groups.
 //
-// 256 weights are four pairs of vectors of 32 bytes. Lane i of a pair's sums holds bytes 4i to 4i + 3 of both vectors, all of one group.
-// A format says where the 8 weights of piece q of vector v begin (`piece`; any order will do, x is packed in the same one), gives a pair's
-// numbers, and its scales lane by lane. OFFSET is what makes numbers unsigned; PLUS: p is added to number times d (-1: taken from it),
-// eight groups in one register, of which `group` says the order. Numbers are at most 63: four products with a digit of x fit 16 bits.
+// 256 weights are eight vectors of 32 bytes. Dword `lane` of a vector holds four weights of the group that this lane of the sums belongs to:
+// all eight vectors belong to eight groups of 32 (one part), or four each to eight groups of 16 (two parts). A format says where the four
+// weights of a dword begin (`first`; any order will do, x is packed in the same one), gives a part's vectors and its scales lane by lane.
+// OFFSET is what makes numbers unsigned; PLUS: p is added to number times d (-1: taken from it).
 #pragma once
 #include "groups.h"
 #include "kscales.h"
@@ -12,49 +12,67 @@ namespace MOORAGE_ISA {
 
 constexpr int64_t STEP = 256; // weights of a row that are multiplied at once
 
-inline void nibbles(__m256i bytes, __m256i& low, __m256i& high) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    low = _mm256_and_si256(bytes, mask), high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
-}
+inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+inline __m256i high_nibbles(__m256i bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
+inline __m256i nibbles_of(__m256i bytes, int high) { return high ? high_nibbles(bytes) : low_nibbles(bytes); }
 inline __m256i two(const uint8_t* low, const uint8_t* high) { // 16 bytes each
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)), _mm_loadu_si128((const __m128i*)high), 1);
+    // a broadcast is a load alone, an insertion from memory takes a whole cycle of Zen 3
+    return _mm256_blend_epi32(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)), _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)high)), 0xf0);
 }
-inline __m256i both(const uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+inline __m256i thirty_two_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline __m256i looked_up(__m128i table, __m256i nibble) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibble); }
 inline __m256i e2m1(__m256i nibble) { // doubled, plus 12
     return looked_up(_mm_set_epi8(0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12), nibble);
 }
+inline __m256i iq4(__m256i nibble) { // IQ4_VALUES plus 127
+    return looked_up(_mm_set_epi8((char)240, (char)216, (char)196, (char)180, (char)165, (char)152, (char)140, (char)128, 117, 105, 92, 78, 62, 44, 23, 0), nibble);
+}
+// Dword 2 half + i of four vectors' lanes comes to vector i.
+inline void transpose_half(__m256i r0, __m256i r1, __m256i r2, __m256i r3, int half, __m256i* to) {
+    const __m256i a = half ? _mm256_unpackhi_epi32(r0, r1) : _mm256_unpacklo_epi32(r0, r1), b = half ? _mm256_unpackhi_epi32(r2, r3) : _mm256_unpacklo_epi32(r2, r3);
+    to[0] = _mm256_unpacklo_epi64(a, b), to[1] = _mm256_unpackhi_epi64(a, b);
+}
+inline void transpose(__m256i* r) { // in place, all four dwords
+    const __m256i r0 = r[0], r1 = r[1], r2 = r[2], r3 = r[3];
+    transpose_half(r0, r1, r2, r3, 0, r), transpose_half(r0, r1, r2, r3, 1, r + 2);
+}
+inline __m256i dwords(__m256i a, __m256i b, int odd) { // the even or odd ones of both
+    const __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
+    return _mm256_castps_si256(odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88));
+}
 
-template <int NUMBER_OFFSET, int P = 0> struct Whole {
+// MOST: the largest number. PARTS: 2 where groups have 16 weights, and where the sum of 32 would not fit 32 bits. DIGIT: bits of a digit of x; ADDED: vectors
+// whose products are added in 16 bits.
+template <int NUMBERS_MOST, int NUMBER_OFFSET, int PART_COUNT = 1, int P = 0> struct Whole {
     static constexpr bool KNOWN = true;
-    static constexpr int PLUS = P;
-    static constexpr int OFFSET = NUMBER_OFFSET;
-};
-// Lane by lane, of the four pairs; p of eight groups.
-struct Scales {
-    __m256 d[4], p;
-};
-// Eight groups of 32: `eight` gives their scales, those of the pairs' lower lanes first.
-struct Eights {
-    static constexpr bool EIGHT = true;
-    static void spread(__m256 s, __m256* to) {
-        to[0] = _mm256_permute_ps(s, 0x00), to[1] = _mm256_permute_ps(s, 0x55);
-        to[2] = _mm256_permute_ps(s, 0xaa), to[3] = _mm256_permute_ps(s, 0xff);
+    static constexpr int OFFSET = NUMBER_OFFSET, PARTS = PART_COUNT, PLUS = P;
+    static constexpr int fits(int digit) { // vectors that fit
+        int n = 8 / PARTS;
+        while (NUMBERS_MOST * (1 << (digit - 1)) * 2 * n > 32767) n /= 2;
+        return n;
     }
+    static constexpr int DIGIT = fits(8) == 8 / PARTS ? 8 : 7, ADDED = fits(DIGIT);
+};
+template <class C> struct Scales { // lane by lane
+    __m256 d[C::PARTS], p[C::PARTS];
 };
 
-// Blocks of 32, in pairs of number i and i + 4: low nibbles are the first half, high ones the last.
-template <int BLOCK_BYTES, int AT> struct SmallPairs : Eights {
+inline __m128i all(const uint8_t* p) { return _mm_castps_si128(_mm_broadcast_ss((const float*)p)); } // a load alone; gcc 12 shuffles _mm_set1_epi32
+
+// Eight blocks of 32, a lane each: low nibbles are the first half, high ones the last.
+template <int BLOCK_BYTES, int AT> struct SmallBlocks {
     static constexpr int BYTES = 8 * BLOCK_BYTES;
-    static constexpr int group(int j) { return j; }
-    static constexpr int piece(int pair, int v, int q) { return 32 * (pair + q / 2 * 4) + 16 * v + q % 2 * 8; }
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        nibbles(two(b + pair * BLOCK_BYTES + AT, b + (pair + 4) * BLOCK_BYTES + AT), v0, v1);
+    static constexpr int first(int v, int lane) { return 32 * lane + 4 * (v / 2) + 16 * (v % 2); }
+    static void sixteens(const uint8_t* b, int at, __m256i* t) {
+        for (int i = 0; i < 4; i++) t[i] = two(b + i * BLOCK_BYTES + at, b + (i + 4) * BLOCK_BYTES + at);
+        transpose(t);
     }
+    static constexpr int RAW = 4;
+    static void raw(const uint8_t* b, int, __m256i* t) { sixteens(b, AT, t); }
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return nibbles_of(t[v / 2], v % 2); }
     // Words that lie a block apart, each in all of a register: two meet in a dword, and four dwords in a register, by blends.
-    static __m128i all(const uint8_t* p) { return _mm_set1_epi32((int)u32(p)); }
     static __m128i four(__m128i a, __m128i b, __m128i c, __m128i d) { return _mm_blend_epi32(_mm_blend_epi32(a, b, 2), _mm_blend_epi32(c, d, 8), 12); }
-    static __m256 eight(const uint8_t* b, __m256&) { // one half in front of every block
+    static __m256 eight(const uint8_t* b) { // one half in front of every block
         const auto words = [&](int i) { return _mm_blend_epi16(all(b + i * BLOCK_BYTES), all(b + (i + 1) * BLOCK_BYTES - 2), 0xaa); };
         return _mm256_cvtph_ps(four(words(0), words(2), words(4), words(6)));
     }
@@ -65,137 +83,193 @@ template <int BLOCK_BYTES, int AT> struct SmallPairs : Eights {
         return _mm256_shuffle_ps(low, high, 0x88);
     }
     // Bit j of a block's 32 bits at HIGH belongs to weight j.
-    static __m256i sixteens(const uint8_t* b, int pair, int high, int v) {
-        const int low = (int)u32(b + pair * BLOCK_BYTES + high), up = (int)u32(b + (pair + 4) * BLOCK_BYTES + high);
-        const __m256i bits = _mm256_inserti128_si256(_mm256_set1_epi32(low), _mm_set1_epi32(up), 1);
-        const __m256i which = _mm256_set_epi64x(0x0101010101010101, 0, 0x0101010101010101, 0), bit = _mm256_set1_epi64x((long long)0x8040201008040201);
-        const __m256i bytes = _mm256_shuffle_epi8(bits, _mm256_add_epi8(which, _mm256_set1_epi8((char)(2 * v))));
-        return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), _mm256_set1_epi8(16));
+    static __m256i bits(const uint8_t* b, int high) {
+        const auto at = [&](int i) { return all(b + i * BLOCK_BYTES + high); };
+        return _mm256_set_m128i(four(at(4), at(5), at(6), at(7)), four(at(0), at(1), at(2), at(3)));
+    }
+    static __m256i with_fifth(__m256i number, __m256i bits, int v) {
+        const int byte = v / 4 + v % 2 * 2; // which bytes of a dword, and there which half, belong to vector v
+        const __m256i where = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
+        const __m256i bit = _mm256_set1_epi32(v / 2 % 2 ? (int)0x80402010 : 0x08040201);
+        const __m256i bytes = _mm256_shuffle_epi8(bits, _mm256_add_epi8(where, _mm256_set1_epi8((char)byte)));
+        return _mm256_or_si256(number, _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), _mm256_set1_epi8(16)));
     }
 };
 
 template <Format> struct Integers {
     static constexpr bool KNOWN = false;
 };
-template <> struct Integers<Format::Q4_0> : SmallPairs<18, 2>, Whole<8> {};
-template <> struct Integers<Format::Q4_1> : SmallPairs<20, 4>, Whole<0, 1> {
-    static __m256 eight(const uint8_t* b, __m256& p) { return two_eights(b, p); }
+template <> struct Integers<Format::Q4_0> : SmallBlocks<18, 2>, Whole<15, 8> {
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = eight(b); }
 };
-template <> struct Integers<Format::Q5_0> : SmallPairs<22, 6>, Whole<16> {
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        SmallPairs::numbers(b, pair, v0, v1);
-        v0 = _mm256_or_si256(v0, sixteens(b, pair, 2, 0)), v1 = _mm256_or_si256(v1, sixteens(b, pair, 2, 1));
-    }
+template <> struct Integers<Format::Q4_1> : SmallBlocks<20, 4>, Whole<15, 0, 1, 1> {
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = two_eights(b, s.p[0]); }
 };
-template <> struct Integers<Format::Q5_1> : SmallPairs<24, 8>, Whole<0, 1> {
-    static __m256 eight(const uint8_t* b, __m256& p) { return two_eights(b, p); }
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        SmallPairs::numbers(b, pair, v0, v1);
-        v0 = _mm256_or_si256(v0, sixteens(b, pair, 4, 0)), v1 = _mm256_or_si256(v1, sixteens(b, pair, 4, 1));
-    }
+template <> struct Integers<Format::Q5_0> : SmallBlocks<22, 6>, Whole<31, 16> {
+    static constexpr int RAW = 5;
+    static void raw(const uint8_t* b, int, __m256i* t) { SmallBlocks::raw(b, 0, t), t[4] = bits(b, 2); }
+    static __m256i number(const uint8_t* b, const __m256i* t, int v) { return with_fifth(SmallBlocks::number(b, t, v), t[4], v); }
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = eight(b); }
 };
-template <> struct Integers<Format::MXFP4> : SmallPairs<17, 1>, Whole<12> {
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        SmallPairs::numbers(b, pair, v0, v1);
-        v0 = e2m1(v0), v1 = e2m1(v1);
-    }
-    static __m256 eight(const uint8_t* b, __m256&) {
+template <> struct Integers<Format::Q5_1> : SmallBlocks<24, 8>, Whole<31, 0, 1, 1> {
+    static constexpr int RAW = 5;
+    static void raw(const uint8_t* b, int, __m256i* t) { SmallBlocks::raw(b, 0, t), t[4] = bits(b, 4); }
+    static __m256i number(const uint8_t* b, const __m256i* t, int v) { return with_fifth(SmallBlocks::number(b, t, v), t[4], v); }
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = two_eights(b, s.p[0]); }
+};
+template <> struct Integers<Format::MXFP4> : SmallBlocks<17, 1>, Whole<24, 12> {
+    static __m256i number(const uint8_t* b, const __m256i* t, int v) { return e2m1(SmallBlocks::number(b, t, v)); }
+    template <class S> static void scales(const uint8_t* b, S& s) {
         const auto byte = [&](int i, int at) { return _mm_and_si128(all(b + 17 * i - at), _mm_set1_epi32(255 << 8 * at)); };
         const auto bytes = [&](int i) { return _mm_or_si128(_mm_or_si128(byte(i, 0), byte(i + 1, 1)), _mm_or_si128(byte(i + 2, 2), byte(i + 3, 3))); };
         const __m256i e = _mm256_cvtepu8_epi32(_mm_unpacklo_epi32(bytes(0), bytes(4))), one = _mm256_set1_epi32(1);
         const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
-        return (__m256)_mm256_blendv_epi8(small, usual, _mm256_cmpgt_epi32(e, one));
+        s.d[0] = (__m256)_mm256_blendv_epi8(small, usual, _mm256_cmpgt_epi32(e, one));
+    }
+};
+// Numbers of 8 bits: the sum of half a block fits 32 bits.
+template <int BLOCK_BYTES, int AT> struct Iq4Blocks : SmallBlocks<BLOCK_BYTES, AT>, Whole<240, 127, 2> {
+    static constexpr int RAW = 2;
+    static void raw(const uint8_t* b, int part, __m256i* t) {
+        const auto blocks = [&](int i) { return two(b + i * BLOCK_BYTES + AT, b + (i + 4) * BLOCK_BYTES + AT); };
+        transpose_half(blocks(0), blocks(1), blocks(2), blocks(3), part, t);
+    }
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return iq4(nibbles_of(t[v / 2], v % 2)); }
+};
+template <> struct Integers<Format::IQ4_NL> : Iq4Blocks<18, 2> {
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = s.d[1] = eight(b); }
+};
+template <> struct Integers<Format::IQ4_XS> : Iq4Blocks<16, 8> {
+    static constexpr int BYTES = 136;
+    template <class S> static void scales(const uint8_t* b, S& s) {
+        const __m256i fours = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), twos = _mm256_srli_epi32(fours, 1);
+        const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)u32(b + 4)), fours), _mm256_set1_epi32(15));
+        const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(u16(b + 2)), twos), _mm256_set1_epi32(3));
+        const __m256i number = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
+        s.d[0] = s.d[1] = _mm256_mul_ps(_mm256_set1_ps(half(b)), _mm256_cvtepi32_ps(number));
     }
 };
 
-// Two groups of 32 in 32 bytes: low nibbles are one, high ones the other. A pair is both groups' first halves and both groups' last.
-struct KPairs : Eights, Whole<0, -1> {
-    static constexpr int group(int j) { return j % 4 * 2 + j / 4; }
-    static constexpr int piece(int pair, int v, int q) { return 64 * pair + q / 2 * 32 + 16 * v + q % 2 * 8; }
-    static __m256i half_of(const uint8_t* qs) {
-        return _mm256_and_si256(_mm256_srlv_epi32(both(qs), _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0)), _mm256_set1_epi8(15));
+// Two groups of 32 in 32 bytes: low nibbles are one, high ones the other. Lanes: groups 0 2 4 6 1 3 5 7.
+template <int MOST> struct KGroups : Whole<MOST, 0, 1, -1> {
+    static constexpr int first(int v, int lane) { return 64 * (lane % 4) + 32 * (lane / 4) + 4 * (v / 2) + 16 * ((v % 2) ^ (lane / 4)); }
+    static constexpr int RAW = 4, BYTES = MOST > 15 ? 176 : 144;
+    static void raw(const uint8_t* b, int, __m256i* t) {
+        for (int i = 0; i < 4; i++) t[i] = thirty_two_bytes(b + BYTES - 128 + 32 * i);
+        transpose(t);
     }
-    static __m256 eight(const uint8_t* b, __m256& p) {
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { // low nibbles of the lower lanes, high ones of the others
+        const __m256i bytes = v % 2 ? _mm256_permute4x64_epi64(t[v / 2], 0x4e) : t[v / 2];
+        return low_nibbles(_mm256_srlv_epi32(bytes, _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0)));
+    }
+    template <class S> static void scales(const uint8_t* b, S& s) {
         const __m128i raw = _mm_loadu_si128((const __m128i*)b);
         const __m128i sorted = _mm_shuffle_epi8(k_numbers(raw), _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0));
         const __m128 d = _mm_cvtph_ps(raw);
         const auto times = [](__m128i bytes, __m128 by) { return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_broadcastss_ps(by)); };
-        p = times(_mm_srli_si128(sorted, 8), _mm_movehdup_ps(d));
-        return times(sorted, d);
+        s.p[0] = times(_mm_srli_si128(sorted, 8), _mm_movehdup_ps(d));
+        s.d[0] = times(sorted, d);
     }
 };
-template <> struct Integers<Format::Q4_K> : KPairs {
-    static constexpr int BYTES = 144;
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) { v0 = half_of(b + 16 + 32 * pair), v1 = half_of(b + 32 + 32 * pair); }
-};
-template <> struct Integers<Format::Q5_K> : KPairs {
-    static constexpr int BYTES = 176;
-    static __m256i fifths(const uint8_t* qh, int pair) { // bits 2 pair and 2 pair + 1, as sixteens
-        const int low = 2 * pair - 4, high = low + 1;
-        const __m256i by = pair < 2 ? _mm256_set_epi32(-high, -high, -high, -high, -low, -low, -low, -low) : _mm256_set_epi32(high, high, high, high, low, low, low, low);
-        return _mm256_and_si256(pair < 2 ? _mm256_sllv_epi32(both(qh), by) : _mm256_srlv_epi32(both(qh), by), _mm256_set1_epi8(16));
-    }
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        v0 = _mm256_or_si256(half_of(b + 48 + 32 * pair), fifths(b + 16, pair));
-        v1 = _mm256_or_si256(half_of(b + 64 + 32 * pair), fifths(b + 32, pair));
+template <> struct Integers<Format::Q4_K> : KGroups<15> {};
+template <> struct Integers<Format::Q5_K> : KGroups<31> {
+    static __m256i number(const uint8_t* b, const __m256i* t, int v) {
+        const int k = v / 2 + v % 2 * 4; // dword of the fifth bits: bit g of a byte belongs to group g, and is to be bit 4
+        const __m256i left = _mm256_set_epi32(0, 0, 1, 3, 0, 0, 2, 4), right = _mm256_set_epi32(3, 1, 0, 0, 2, 0, 0, 0);
+        const __m256i raw = _mm256_set_m128i(all(b + 16 + 4 * (k ^ 4)), all(b + 16 + 4 * k)), bits = _mm256_srlv_epi32(_mm256_sllv_epi32(raw, left), right);
+        return _mm256_or_si256(KGroups::number(b, t, v), _mm256_and_si256(bits, _mm256_set1_epi8(16)));
     }
 };
 
-// Formats with groups of 16: four of them in a pair, two lanes each.
-struct Sixteens {
-    static constexpr bool EIGHT = false;
-    static constexpr int group(int j) { return j; }
-};
-// Blocks of 64: four groups, each 8 bytes whose low nibbles come first.
-template <int BLOCK_BYTES, int AT> struct NvBlocks : Sixteens, Whole<12> {
+// Groups of 16, blocks of 64: four groups, each 8 bytes whose low nibbles come first. Lanes: groups 0 1 of two blocks, then groups 2 3.
+template <int BLOCK_BYTES, int AT> struct NvBlocks : Whole<24, 12, 2> {
     static constexpr int BYTES = STEP / 64 * 36 + 2 * AT;
-    static constexpr int piece(int pair, int v, int q) { return 64 * pair + 16 * q + 8 * v; }
-    static const uint8_t* block(const uint8_t* b, int i) { return b + i / 2 * BLOCK_BYTES + AT + i % 2 * 36; } // its four scales
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        nibbles(_mm256_loadu_si256((const __m256i*)(block(b, pair) + 4)), v0, v1);
-        v0 = e2m1(v0), v1 = e2m1(v1);
+    static constexpr int first(int v, int lane) {
+        return 128 * (v / 4) + 64 * (lane % 4 / 2) + 32 * (lane / 4) + 16 * (lane % 2) + 4 * (v % 4 / 2) + 8 * (v % 2);
     }
-    // Sixteen e4m3_half, each in two lanes: the bits of a half that is 2^-8 of a number. `low`, `high`: 128 times what belongs to
-    // the first two blocks and to the others.
-    static void scales(const uint8_t* b, __m256 low, __m256 high, __m256* d) {
-        const auto all = [&](int i) { return _mm_set1_epi32((int)u32(block(b, i))); };
-        const __m128i bytes = _mm_blend_epi32(_mm_blend_epi32(all(0), all(1), 2), _mm_blend_epi32(all(2), all(3), 8), 12);
+    static const uint8_t* block(const uint8_t* b, int i) { return b + i / 2 * BLOCK_BYTES + AT + i % 2 * 36; } // its four scales
+    static constexpr int RAW = 2;
+    static void raw(const uint8_t* b, int part, __m256i* t) {
+        const __m256i one = thirty_two_bytes(block(b, 2 * part) + 4), other = thirty_two_bytes(block(b, 2 * part + 1) + 4);
+        t[0] = dwords(one, other, 0), t[1] = dwords(one, other, 1);
+    }
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return e2m1(nibbles_of(t[v / 2], v % 2)); }
+    // Sixteen e4m3_half: the bits of a half that is 2^-8 of a number. `low`, `high`: 128 times what belongs to the parts.
+    static void sixteen(const uint8_t* b, __m256 low, __m256 high, __m256* d) {
+        const auto four = [&](int i) { return all(block(b, i)); };
+        const __m128i raw = _mm_blend_epi32(_mm_blend_epi32(four(0), four(1), 2), _mm_blend_epi32(four(2), four(3), 8), 12);
+        const __m128i bytes = _mm_shuffle_epi8(raw, _mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
         const __m128i most = _mm_set1_epi8(0x7f), number = _mm_and_si128(bytes, most), valid = _mm_andnot_si128(_mm_cmpeq_epi8(bytes, most), number);
         const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(valid), 7);
-        const __m256i even = _mm256_unpacklo_epi16(bits, bits), odd = _mm256_unpackhi_epi16(bits, bits);
-        d[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(even)), low), d[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(odd)), low);
-        d[2] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)), high), d[3] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1)), high);
+        d[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), low), d[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1)), high);
     }
 };
 template <> struct Integers<Format::NVFP4> : NvBlocks<72, 0> {
-    static void sixteen(const uint8_t* b, __m256* d) { scales(b, _mm256_set1_ps(128.0f), _mm256_set1_ps(128.0f), d); }
+    template <class S> static void scales(const uint8_t* b, S& s) { sixteen(b, _mm256_set1_ps(128.0f), _mm256_set1_ps(128.0f), s.d); }
 };
 template <> struct Integers<Format::NVFP4_SCALED> : NvBlocks<76, 4> {
-    static void sixteen(const uint8_t* b, __m256* d) { scales(b, _mm256_set1_ps(128.0f * f32(b)), _mm256_set1_ps(128.0f * f32(b + 76)), d); }
+    template <class S> static void scales(const uint8_t* b, S& s) { sixteen(b, _mm256_set1_ps(128.0f * f32(b)), _mm256_set1_ps(128.0f * f32(b + 76)), s.d); }
 };
 
-// Q6_K: 32 weights are two groups of 16; the first halves of four groups meet in one vector, the last in the other.
-template <> struct Integers<Format::Q6_K> : Sixteens, Whole<32> {
+// K-quants with groups of 16: 32 weights are two groups. Lanes: groups 0 2 4 6 1 3 5 7 of eight.
+struct Sixteens {
+    static constexpr int first(int v, int lane) { return 128 * (v / 4) + 32 * (lane % 4) + 16 * (lane / 4) + 4 * (v % 4); }
+    static constexpr int RAW = 4;
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return t[v]; }
+    static __m128i in_order(__m128i bytes) { // sixteen bytes, one of a group: in the lanes' order of both parts
+        return _mm_shuffle_epi8(bytes, _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0));
+    }
+    static __m256 times(__m128i bytes, int part, float d) {
+        return _mm256_mul_ps(_mm256_set1_ps(d), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part ? _mm_srli_si128(bytes, 8) : bytes)));
+    }
+    // The four pairs of bits of every byte.
+    static void pairs(const uint8_t* qs, __m256i* v) {
+        const __m256i raw = thirty_two_bytes(qs);
+        for (int q = 0; q < 4; q++) v[q] = _mm256_and_si256(_mm256_srli_epi16(raw, 2 * q), _mm256_set1_epi8(3));
+    }
+};
+template <> struct Integers<Format::Q6_K> : Sixteens, Whole<63, 32, 2> {
     static constexpr int BYTES = 210;
-    static constexpr int piece(int pair, int v, int q) { return 64 * pair + 32 * (q % 2) + 16 * (q / 2) + 8 * v; }
-    static __m256i thirty_two_of(const uint8_t* b, int j) {
-        const int upper = j / 4, q = j & 3;
-        const __m256i low = _mm256_loadu_si256((const __m256i*)(b + 64 * upper + 32 * (q & 1))), two = _mm256_loadu_si256((const __m256i*)(b + 128 + 32 * upper));
-        const __m256i high = q < 2 ? _mm256_slli_epi16(two, 4 - 2 * q) : _mm256_srli_epi16(two, 2 * q - 4);
-        return _mm256_or_si256(_mm256_and_si256(q < 2 ? low : _mm256_srli_epi16(low, 4), _mm256_set1_epi8(15)), _mm256_and_si256(high, _mm256_set1_epi8(48)));
-    }
-    static void numbers(const uint8_t* b, int pair, __m256i& v0, __m256i& v1) {
-        const __m256i first = thirty_two_of(b, 2 * pair), second = thirty_two_of(b, 2 * pair + 1);
-        v0 = _mm256_unpacklo_epi64(first, second), v1 = _mm256_unpackhi_epi64(first, second);
-    }
-    static void sixteen(const uint8_t* b, __m256* d) {
-        const __m128i s = _mm_loadu_si128((const __m128i*)(b + 192));
-        const __m256 all = _mm256_set1_ps(half(b + 208));
-        for (int pair = 0; pair < 4; pair++) {
-            const int k = 0x01010101 * 4 * pair;
-            const __m128i order = _mm_set_epi32(0, 0, 0x03030101 + k, 0x02020000 + k);
-            d[pair] = _mm256_mul_ps(all, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8(s, order))));
+    static void raw(const uint8_t* b, int part, __m256i* v) {
+        const __m256i high = thirty_two_bytes(b + 128 + 32 * part), mask = _mm256_set1_epi8(48);
+        for (int q = 0; q < 2; q++) {
+            const __m256i bytes = thirty_two_bytes(b + 64 * part + 32 * q);
+            v[q] = _mm256_or_si256(low_nibbles(bytes), _mm256_and_si256(_mm256_slli_epi16(high, 4 - 2 * q), mask));
+            v[2 + q] = _mm256_or_si256(high_nibbles(bytes), _mm256_and_si256(_mm256_srli_epi16(high, 2 * q), mask));
         }
+        transpose(v);
+    }
+    template <class S> static void scales(const uint8_t* b, S& s) {
+        const __m128i bytes = in_order(_mm_loadu_si128((const __m128i*)(b + 192)));
+        for (int part = 0; part < 2; part++) s.d[part] = times(bytes, part, half(b + 208));
+    }
+};
+template <> struct Integers<Format::Q2_K> : Sixteens, Whole<3, 0, 2, -1> {
+    static constexpr int BYTES = 84;
+    static void raw(const uint8_t* b, int part, __m256i* v) { pairs(b + 16 + 32 * part, v), transpose(v); }
+    template <class S> static void scales(const uint8_t* b, S& s) {
+        const __m128i bytes = in_order(_mm_loadu_si128((const __m128i*)b)), mask = _mm_set1_epi8(15);
+        const __m128i d = _mm_and_si128(bytes, mask), p = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+        for (int part = 0; part < 2; part++) s.d[part] = times(d, part, half(b + 80)), s.p[part] = times(p, part, half(b + 82));
+    }
+};
+template <> struct Integers<Format::Q3_K> : Sixteens, Whole<7, 4, 2> {
+    static constexpr int BYTES = 110;
+    static void raw(const uint8_t* b, int part, __m256i* v) {
+        const __m256i high = thirty_two_bytes(b), four = _mm256_set1_epi8(4);
+        pairs(b + 32 + 32 * part, v);
+        for (int q = 0; q < 4; q++) // bit 4 part + q
+            v[q] = _mm256_or_si256(v[q], _mm256_and_si256(part ? _mm256_srli_epi16(high, 2 + q) : q < 2 ? _mm256_slli_epi16(high, 2 - q) : _mm256_srli_epi16(high, q - 2), four));
+        transpose(v);
+    }
+    template <class S> static void scales(const uint8_t* b, S& s) { // as scale_q3_k reads them
+        const __m128i raw = _mm_loadu_si128((const __m128i*)(b + 94)); // its last twelve bytes
+        const __m128i eight = _mm_shuffle_epi8(raw, _mm_set_epi8(9, 8, 7, 6, 5, 4, 3, 2, 9, 8, 7, 6, 5, 4, 3, 2));
+        const __m128i low = _mm_and_si128(_mm_srlv_epi64(eight, _mm_set_epi64x(4, 0)), _mm_set1_epi8(15));
+        const __m128i fours = _mm_shuffle_epi8(raw, _mm_set_epi8(13, 12, 11, 10, 13, 12, 11, 10, 13, 12, 11, 10, 13, 12, 11, 10));
+        const __m128i upper = _mm_and_si128(_mm_srlv_epi32(fours, _mm_set_epi32(6, 4, 2, 0)), _mm_set1_epi8(3));
+        const __m128i bytes = in_order(_mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(upper, 4)), _mm_set1_epi8(32)));
+        for (int part = 0; part < 2; part++) s.d[part] = times(bytes, part, half(b + 108));
     }
 };
 
