@@ -7,11 +7,14 @@
 
 namespace MOORAGE_ISA {
 
+constexpr int KEYS = 16; // of a page, that are widened together: with the queries of a decode step they stay in L1
+
 static int whole(int dim) { return (dim + 15) / 16 * 16; }
 
-// Scratch: queries, span values and final values [QUERIES, D'] float32; K page, V page [PAGE, D'] bf16 for head sizes with a rest.
+// Scratch: queries, span values and final values [QUERIES, D'] float32; K page, V page [PAGE, D'] bf16 for head sizes with a rest; and what
+// kernels/attention_avx2.h widens.
 size_t attention_scratch(const AttentionJob& j) {
-    const size_t bytes = sizeof(float) * whole(j.dim) * (PAGE + 3 * QUERIES);
+    const size_t bytes = sizeof(float) * (whole(j.dim) * (PAGE + 3 * QUERIES + KEYS) + QUERIES * PAGE);
 #if defined(__AMX_BF16__)
     const size_t tiles = amx_attention_scratch(j.dim);
     return tiles > bytes ? tiles : bytes;
@@ -85,6 +88,23 @@ static void add_values(const float (*p)[PAGE], const float* keep, const uint16_t
         }
 }
 
+// A page's scores of one query become its weights; the share of what came before that is kept.
+static float weigh(float* score, Fold& f) {
+    F most = load(score);
+    for (int i = 16; i < PAGE; i += 16) most = max(most, load(score + i));
+    const float now = top(most), next = now > f.most ? now : f.most;
+    const float keep = f.most == -INFINITY ? 0.0f : exp1(f.most - next);
+    F total = zero();
+    for (int i = 0; i < PAGE; i += 16) {
+        const F p = exp(load(score + i) - splat(next));
+        store(score + i, p);
+        total = total + p;
+    }
+    f.most = next;
+    f.total = f.total * keep + sum(total);
+    return keep;
+}
+
 // One page into the running softmax of Q queries that see the same keys [first, last) of it. `next`: the keys that are read after it,
 // or null; only the first queries of a page have it.
 template <int Q>
@@ -93,20 +113,7 @@ static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, in
     for (int m = 0; m < Q; m++)
         for (int i = 0; i < PAGE; i++) score[m][i] = -INFINITY;
     score_page<Q>(q, k, ld, first, last, next ? v : nullptr, score);
-    for (int m = 0; m < Q; m++) {
-        F most = load(score[m]);
-        for (int i = 16; i < PAGE; i += 16) most = max(most, load(score[m] + i));
-        const float now = top(most), next = now > f[m].most ? now : f[m].most;
-        keep[m] = f[m].most == -INFINITY ? 0.0f : exp1(f[m].most - next);
-        F total = zero();
-        for (int i = 0; i < PAGE; i += 16) {
-            const F p = exp(load(score[m] + i) - splat(next));
-            store(score[m] + i, p);
-            total = total + p;
-        }
-        f[m].most = next;
-        f[m].total = f[m].total * keep[m] + sum(total);
-    }
+    for (int m = 0; m < Q; m++) keep[m] = weigh(score[m], f[m]);
     int d = 0;
     for (; d + 16 * SIDE <= ld; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, next, f);
     for (; d < ld; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, next, f);
@@ -131,6 +138,10 @@ static void attend_queries(const AttentionJob& j, const AttentionTask& t, const 
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "attention_avx2.h"
+#endif
+
 static void clear(Fold& f, int ld) {
     f.most = -INFINITY, f.total = 0;
     memset(f.values, 0, ld * sizeof(float));
@@ -145,6 +156,8 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
     auto take = [&](int64_t n) { float* p = at; at += n * ld; return p; };
     uint16_t *k_copy = (uint16_t*)take(PAGE / 2), *v_copy = (uint16_t*)take(PAGE / 2);
     float* q = take(QUERIES);
+    [[maybe_unused]] float *widened = take(KEYS), *scores = at;
+    at += QUERIES * PAGE;
     Fold span[QUERIES], all[QUERIES];
     for (int i = 0; i < queries; i++) {
         const float* from = j.q + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim;
@@ -163,7 +176,14 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
             const bool more = page + 1 < (int64_t)t.span1 * SPAN_PAGES && (page + 1) * PAGE < t.position + t.nt;
             const int64_t offset = at(page);
             const uint16_t *k = whole_rows(j.k + offset, last, j.dim, k_copy), *v = whole_rows(j.v + offset, last, j.dim, v_copy);
-            attend_queries(j, t, q, k, v, page, j.k + (more ? at(page + 1) : offset), span);
+            const uint16_t* soon = j.k + (more ? at(page + 1) : offset);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+            if (queries >= MANY) {
+                attend_together(j, t, q, k, v, page, soon, widened, scores, span);
+                continue;
+            }
+#endif
+            attend_queries(j, t, q, k, v, page, soon, span);
         }
         for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], ld);
     }

@@ -6,7 +6,7 @@
 // acc = fma(d 2^-e, S, acc): eight partial sums a row, 256 weights one or two groups each, ascending; where the format has a p,
 // acc = fma(p, 2^-e sum of X, acc) after each. One row of x or a thousand: the same operations.
 #pragma once
-#include "bytes.h"
+#include "bytes_grids.h"
 #include "steps.h"
 
 namespace MOORAGE_ISA {

@@ -15,13 +15,15 @@ NO_HALVES = ("MXFP4", "NVFP4", "NVFP4_SCALED", "F8_E4M3")
 OURS = {"NVFP4_SCALED": (128, 76), "F8_E4M3": (128, 132)}
 
 
-def block_bytes(kind: str, rows: int, cols: int, seed: int = 0) -> Quant:
-    """Random blocks of a type: every bit pattern of the numbers, finite scales of a sane size."""
+def block_bytes(kind: str, rows: int, cols: int, seed: int = 0, fill: int | None = None) -> Quant:
+    """Random blocks of a type: every bit pattern of the numbers, or `fill` in all bytes; finite scales of a sane size."""
     import gguf
 
     rng = np.random.default_rng(seed)
     per_block, size = OURS.get(kind) or gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = rng.integers(0, 256, (rows, cols // per_block, size), dtype=np.uint8)
+    if fill is not None:
+        raw[:] = fill
 
     def scale(offset: int, dtype) -> None:
         value = rng.uniform(-0.02, 0.02, raw.shape[:2]).astype(dtype)

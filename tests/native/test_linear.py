@@ -69,6 +69,19 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, kind: str
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_sums_of_the_largest_numbers_and_digits_do_not_overflow(ops, kind: str) -> None:
+    cols = 512
+    x = torch.stack([torch.full((cols,), v) for v in (1.0, -1.0, 2 - 2.0**-20, -((128 << 8) + 128) / 2**20, -((64 << 7) + 64) / 2**19)])
+    x[3:, ::32] = 1.0  # the largest of 32: the others are then whole numbers whose lower digits are -128, or -64
+    for fill in (0x00, 0x77, 0x7F, 0x80, 0x88, 0xF8, 0xFF):
+        w = block_bytes(kind, rows=2, cols=cols, fill=fill)
+        values, exact = dequantize(w).double(), x.double()
+        error = (ops.linear(x, w).double() - exact @ values.T).abs()
+        peak = exact.abs().view(len(x), -1, 32).amax(-1).repeat_interleave(32, 1)
+        assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all(), fill
+
+
 def test_zeros_give_zeros(ops) -> None:
     for kind in BLOCKS:
         assert not ops.linear(torch.zeros(2, 256), block_bytes(kind, rows=4, cols=256)).any(), kind
