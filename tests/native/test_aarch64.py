@@ -24,7 +24,7 @@ FLAGS = ["-std=c++20", "-O2", "-static", "-ffp-contract=off", "-fno-math-errno",
 SOURCES = [*(f"native/{name}.cpp" for name in ("ops", "pool", "cpu")), "tests/native/aarch64/main.cpp"]
 SOURCES += [f"native/kernels/{name}.cpp" for name in ("linear", "attention", "delta", "rows", "table")]
 # What avx2 multiplies as whole numbers (native/kernels/bytes.h): its sums there are others than float32's.
-WHOLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "NVFP4_SCALED")
+WHOLE = tuple(kind for kind in BLOCKS if kind not in ("Q8_0", "F8_E4M3"))
 MISSING = [tool for tool in (COMPILER, EMULATOR) if not shutil.which(tool)]
 
 pytestmark = [
