@@ -8,6 +8,7 @@ belongs to the newest call of its index.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +22,56 @@ class Growing(Protocol):
     id: str
     name: str
     parts: list[str]
+    closing: Closing
+
+
+SPACE = " \t\n\r"  # JSON's
+_MARKS = re.compile(r'["\\{}\[\]]')
+
+
+@dataclass(slots=True)
+class Closing:
+    """Is an object that comes in pieces whole? Each piece is looked at once: to read all of them behind each one is quadratic."""
+
+    _seen: int = 0  # pieces
+    _depth: int = 0
+    _quoted: bool = False
+    _escaped: bool = False  # the next character is
+    _closed: bool = False
+    _over: bool = False  # something stands behind the end
+    _whole: bool | None = None  # what a parse said when it was closed
+
+    def whole(self, parts: list[str]) -> bool:
+        """Do these pieces, those of before among them, make one object?"""
+        for part in parts[self._seen :]:
+            self._look(part)
+        self._seen = len(parts)
+        if not self._closed or self._over:
+            return False
+        if self._whole is None:
+            self._whole = arguments("".join(parts)) is not None
+        return self._whole
+
+    def _look(self, part: str) -> None:
+        if self._closed:
+            self._over = self._over or bool(part.strip(SPACE))
+            return
+        start = 0
+        if self._escaped and part:
+            self._escaped, start = False, 1
+        while (mark := _MARKS.search(part, start)) is not None and not self._closed:
+            start = mark.end()
+            char = mark[0]
+            if char == "\\":
+                start += 1
+                self._escaped = start > len(part)
+            elif char == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted:
+                self._depth += 1 if char in "{[" else -1
+                self._closed = self._depth <= 0
+        if self._closed:
+            self._over = bool(part[start:].strip(SPACE))
 
 
 C = TypeVar("C", bound=Growing)
@@ -31,6 +82,7 @@ class Call:
     id: str = ""
     name: str = ""
     parts: list[str] = field(default_factory=list)
+    closing: Closing = field(default_factory=Closing)
 
     @property
     def arguments(self) -> str:
@@ -73,8 +125,7 @@ def _another(call: Growing, id: str, name: str) -> bool:
         return False
     if name != call.name:
         return True
-    last = next((part for part in reversed(call.parts) if part.strip()), "")
-    return last.rstrip().endswith("}") and arguments("".join(call.parts)) is not None
+    return call.closing.whole(call.parts)
 
 
 def arguments(text: str) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.calls import Calls, arguments
+from gateway.calls import Calls, Closing
 from gateway.errors import UpstreamError
 
 Kind = Literal["thinking", "text", "refusal", "call"]
@@ -39,6 +39,7 @@ class Item:
     signature: str = ""  # of a thought, when the upstream is one that signs
     parts: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
+    closing: Closing = field(default_factory=Closing)
     begun: bool = False
     ended: bool = False
 
@@ -55,7 +56,7 @@ class Item:
         """Can nothing more belong to it, once something else has begun?"""
         if self.kind != "call":
             return True
-        return bool(self.parts) and self.parts[-1].rstrip()[-1:] in ("}", "") and arguments(self.text) is not None
+        return self.closing.whole(self.parts)
 
 
 Event = tuple[Verb, Item, str]

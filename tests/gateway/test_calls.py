@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.answer import Answer
+from gateway.calls import Call, Calls, Closing, arguments
 from gateway.config import Policy
 from gateway.dialects.chat import Chat
 from gateway.dialects.items import Items
@@ -17,6 +19,36 @@ from gateway.sse import Chunk, event, parse
 from gateway.toolcheck_watch import ToolCheck
 from gateway.turn import Received, Turn
 from tests.support.fake_upstream import chunk, finish
+
+JSONS = st.recursive(st.none() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=8)
+TEXTS = (
+    JSONS.map(json.dumps)
+    | JSONS.map(partial(json.dumps, ensure_ascii=False, indent=1))
+    | st.text(alphabet='{}[]"\\ a\xa0:1', max_size=30)
+)
+
+
+@given(st.lists(TEXTS, max_size=3).map("".join), st.lists(st.integers(0, 200), max_size=8))
+def test_an_object_that_comes_in_pieces_is_whole_exactly_when_it_is_one(text: str, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    closing, parts = Closing(), []
+    for a, b in zip(edges, edges[1:], strict=False):
+        parts.append(text[a:b])
+        assert closing.whole(parts) == (arguments("".join(parts)) is not None)
+
+
+def test_no_piece_of_a_long_call_is_read_twice(monkeypatch) -> None:
+    """Names in every fragment, and a brace at the end of each: reading all of them behind each one held up others for 23 s."""
+    parsed = []
+    monkeypatch.setattr("gateway.calls.arguments", lambda text: parsed.append(text) or arguments(text))
+    calls, made = Calls(), []
+    for text in ['{"path":"', *["}"] * 2000, '"}', *[" "] * 2000]:
+        call, said = calls.take(
+            0, {"index": 0, "function": {"name": "read", "arguments": text}}, lambda: made.append(Call()) or made[-1]
+        )
+        call.parts.append(said)
+    assert len(parsed) <= 2 and made[0].arguments == '{"path":"' + "}" * 2000 + '"}'
+
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("read", "write")]
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "stream": True}
