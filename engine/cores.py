@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
+import threading
 from pathlib import Path
 
 SYSFS = Path("/sys/devices/system/cpu")
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # Linux's numbers of the call, which the C library does not have
+SLICE_NS = 100_000  # the shortest there is
 
 
 def parse_list(text: str) -> list[int]:
@@ -46,3 +51,18 @@ def own_cores(allowed: set[int] | None = None, sysfs: Path = SYSFS) -> list[int]
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     online = set(_read(sysfs / "online"))
     return physical_cores(allowed, sysfs) if allowed < online else []
+
+
+def wake_at_once(nanoseconds: int = SLICE_NS) -> bool:
+    """Ask that this thread, when it wakes, need not wait until threads that compute had their turn: it works in short slices.
+
+    For threads that only start input and output. A hint, False where the kernel does not know it (before Linux 6.12): nothing is
+    allowed by it that was not before.
+    """
+    number = SCHED_SETATTR.get(os.uname().machine)
+    if number is None:
+        return False
+    # struct sched_attr: size, policy (0: the ordinary one), flags, nice, priority, runtime (the slice here), deadline, period
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    attributes = struct.pack("=IIQiIQQQ", 48, 0, 0, nice, 0, nanoseconds, 0, 0)
+    return ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0) == 0

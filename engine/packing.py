@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.experts.executor import Tier, TieredExperts
-from engine.experts.filepool import FilePool, Pack
+from engine.experts.filepool import READERS, FilePool, Pack
 from engine.experts.grouped import GroupedExperts, Within, share_out
 from engine.experts.pack import FLOATS, Index, PackError, read_index, write_pack
 from engine.experts.predict import NextRouter
@@ -21,8 +21,6 @@ from engine.nn.experts import Bank
 from engine.plan import read_rate
 
 SHARE = 0.5  # of available memory for slots when the user names no amount: the cache and the system take from the rest
-READERS = 4  # reads in flight: random reads of whole experts reach the disk's sequential rate at this depth
-ENOUGH = 8 << 20  # bytes in flight at which a disk gives nearly what it has: 2.5 to 2.7 of 2.9 GB/s where this was measured
 
 
 def source_identity(model: str | Path) -> str:
@@ -72,8 +70,8 @@ def slot_counts(pack: Pack, wanted: int, available: int) -> list[int]:
 
 
 def stream_tier(pool: FilePool, slots: int, rates: Rates | None, policy: str) -> Tier:
-    """`pool` in a file; `few` are two at least, so that the disk never waits for a thread to come round."""
-    return Tier(slots, "offload", rates, policy, workers=READERS, few=max(2, -(-ENOUGH // pool.expert_bytes)))
+    """`pool` in a file."""
+    return Tier(slots, "offload", rates, policy, workers=READERS)
 
 
 def stream_experts(

@@ -202,9 +202,9 @@ def beside(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: s
 
 
 def read_rate(pack: Pack) -> float:
-    """Bytes per second of whole records of the file, read one after the other at random; 0 when it is too small to measure."""
+    """Bytes per second of reads at random; 0 when it is too small to measure."""
     try:
-        return measure_disk(pack.path, pack.record).rate
+        return measure_disk(pack.path).rate
     except (OSError, ValueError) as problem:
         log.info(log_line("pack read rate not measured", why=str(problem)))
         return 0.0

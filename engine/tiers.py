@@ -9,7 +9,7 @@ from engine.experts.executor import Tier, TieredExperts
 from engine.experts.filepool import FilePool, Pack
 from engine.experts.grouped import GroupedExperts, Within, deal_out
 from engine.experts.layers import Group
-from engine.experts.pool import HostPool, Pool, Room, kind_of
+from engine.experts.pool import HostPool, Pool, Room, kind_of, read_whole
 from engine.experts.predict import NextRouter
 from engine.experts.split import Rates
 from engine.kernels.ops import Ops, Weight
@@ -87,6 +87,6 @@ def read_banks(pack: Pack, layers: Sequence[int], progress: Callable[[int], None
         for own, number in enumerate(pool.numbers):
             bank = Room(pool.like, pool.experts).bank
             for expert in range(pool.experts):
-                progress(pool.read(own * pool.experts + expert, bank, expert))
+                progress(read_whole(pool, own * pool.experts + expert, bank, expert))
             banks[number] = bank
     return banks

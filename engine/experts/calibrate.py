@@ -15,11 +15,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from engine.experts.filepool import PIECE, READERS
 from engine.experts.identity import Machine
 from engine.experts.split import Rates
 from engine.kernels.blocks import MX_GROUP, NV_GROUP, f8_blocks, mxfp4_blocks, nvfp4_blocks
@@ -180,20 +182,33 @@ def measure_format(ops: Ops, kind: str, pool_bytes: int = POOL_BYTES) -> tuple[F
     return FormatRates(alone, shared), link
 
 
-def measure_disk(file: Path, piece: int = 4 << 20) -> Figure:
-    """Reads of `piece` bytes at random places past the page cache. Raises OSError, ValueError for a file that is too small."""
+def measurable_disk(file: Path, piece: int = PIECE) -> int:
+    """Its bytes. Raises OSError, ValueError for a file whose read rate cannot be measured: too small, or with no direct reads."""
     size = file.stat().st_size
     if size < MIN_PIECES * piece:
-        raise ValueError(f"{file} has {size >> 20} MiB, at least {MIN_PIECES * piece >> 20} are needed")
-    chance = random.Random(0)
+        raise ValueError(f"it has {size / 2**20:.1f} MiB, at least {MIN_PIECES * piece >> 20} are needed")
+    os.close(os.open(file, os.O_RDONLY | os.O_DIRECT))
+    return size
+
+
+def measure_disk(file: Path, piece: int = PIECE) -> Figure:
+    """Reads of `piece` bytes at random places past the page cache, as many at once as a pack is read with.
+
+    Raises OSError, ValueError for a file that is too small.
+    """
+    size = measurable_disk(file, piece)
     handle = os.open(file, os.O_RDONLY | os.O_DIRECT)
+
+    def read(number: int) -> int:
+        chance, moved, until = random.Random(number), 0, time.perf_counter() + ROUND_S
+        with mmap.mmap(-1, piece) as buffer:  # page-aligned, as direct reads demand
+            while time.perf_counter() < until:
+                moved += os.preadv(handle, [buffer], chance.randrange(size // piece) * piece)
+        return moved
+
     try:
-        buffer = mmap.mmap(-1, piece)  # page-aligned, as direct reads demand
-
-        def once() -> int:
-            return os.preadv(handle, [buffer], chance.randrange(size // piece) * piece)
-
-        return settle(lambda: timed(once))
+        with ThreadPoolExecutor(READERS) as readers:
+            return settle(lambda: timed(lambda: sum(readers.map(read, range(READERS)))))
     finally:
         os.close(handle)
 

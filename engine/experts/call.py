@@ -37,12 +37,11 @@ class Call:
 
     def run(self) -> torch.Tensor:
         owner = self._owner
-        owner.collect()
-        if self._bank is None and not owner.slots.room():
-            owner.settle()  # copies for another layer hold every slot, and nothing can be computed without one
         owner.counts["top_k"] = self._ids.shape[1]
         asked = (np.unique(self._flat) + self._first).tolist()
-        owner.drop_wrong(asked)
+        owner.expect(asked)
+        if self._bank is None and not owner.slots.room():
+            owner.settle()  # copies for another layer hold every slot, and nothing can be computed without one
         likely = owner.predicted(self._layer, self._x, self._ids.shape[1])
         found = owner.slots.request(asked)
         arriving = [k for k in found.misses if k in owner.coming]

@@ -16,9 +16,10 @@ from typing import Literal
 
 import torch
 
-from engine.experts.arena import Arena, CopyFailed, Link
+from engine.experts.arena import Arena
 from engine.experts.call import Call
 from engine.experts.layers import spans
+from engine.experts.link import CopyFailed, Link, TakenBack
 from engine.experts.pool import Pool, data_of
 from engine.experts.predict import Guesses, Predictor
 from engine.experts.prefill import Prefill
@@ -44,8 +45,7 @@ class Tier:
     rates: Rates | None = None  # needed by hybrid; by the others only for copying layers ahead
     policy: str = "lru"
     link_rate: float | None = None
-    workers: int = 1  # copies in flight at once
-    few: int | None = None  # of them while little is asked for; None = all
+    workers: int = 1  # pieces in flight at once
     fixed: bool = False  # this number of slots and no other: none at all, or one for each expert
 
 
@@ -69,7 +69,8 @@ class TieredExperts:
         self.experts = pool.experts
         self.arena = Arena(pool, tier.slots)
         self.slots = Slots(tier.slots, pool.layers, self.experts, tier.policy)
-        self.link = Link(lambda key, slot: self.arena.put(key, slot), tier.link_rate, tier.workers, tier.few)
+        check = self.arena.check if pool.bank(0) is None else None  # memory keeps what was written
+        self.link = Link(lambda *piece: self.arena.put(*piece), tier.link_rate, tier.workers, pool.parts, check)
         self.coming: set[int] = set()  # submitted to the link, not landed
         self.slot_bytes = pool.expert_bytes
         self._prefill = Prefill()
@@ -151,6 +152,9 @@ class TieredExperts:
         self.coming.discard(key)
         try:
             when = self.link.wait(key)
+        except TakenBack:
+            self.slots.lost(key)
+            return None
         except CopyFailed as problem:
             self.slots.lost(key)
             self.counts["copy_failed"] += 1
@@ -159,11 +163,11 @@ class TieredExperts:
         self.slots.landed(key)
         return when
 
-    def fetch(self, keys: Iterable[int]) -> list[int]:
-        """Start copying as many of `keys` as get a slot; returns them."""
+    def fetch(self, keys: Iterable[int], behind: bool = False) -> list[int]:
+        """Start copying as many of `keys` as get a slot, maybe `behind` everything else; returns them."""
         fetches = self.slots.fetch(keys)
         self.coming.update(f.key for f in fetches)
-        self.link.submit(fetches)
+        self.link.submit(fetches, behind)
         return [f.key for f in fetches]
 
     def fetch_count(self, misses: int) -> int:
@@ -203,20 +207,24 @@ class TieredExperts:
         return experts * self.slot_bytes / self.rates.now.link if self.rates else float("inf")
 
     def fetch_predicted(self, keys: Sequence[int], rows: int, behind: bool) -> None:
-        """As many as the link can bring while it would idle: more would delay real misses. `behind` some of this layer."""
+        """As many as the link can bring while it would idle, and one more, whose pieces that came are kept if it was right; they
+        come when nothing else is to be copied. `behind` some of this layer.
+        """
         absent = [k for k in keys if self.slots.where[k] < 0 and k not in self.coming]
         idle = self._prefill.idle_seconds(rows) if behind else self._prefill.layer_seconds(rows)
         if idle is not None and self.rates is not None:
-            absent = absent[: int(idle / self.copy_seconds(1))]
-        fetched = self.fetch(absent)
+            absent = absent[: 1 + int(idle / self.copy_seconds(1))]
+        fetched = self.fetch(absent, behind=True)
         self._guesses.open.update(fetched)
         self._guesses.fetched += len(fetched)
 
-    def drop_wrong(self, asked: Iterable[int]) -> None:
-        """What was predicted for this layer in vain and has not begun to come makes way for what it asks for."""
+    def expect(self, asked: Sequence[int]) -> None:
+        """A layer needs these: what was predicted for it in vain makes way, the others of them hurry."""
         for key in self.link.cancel(self._guesses.settle(asked) & self.coming):
             self.coming.discard(key)
             self.slots.lost(key)
+        self.link.hurry(k for k in asked if k in self.coming)
+        self.collect()
 
     def preload(self, progress: Callable[[int], None]) -> None:
         """Fill free slots, layers evenly, before anybody waits for them. `progress` gets the bytes of each step.

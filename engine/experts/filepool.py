@@ -24,6 +24,9 @@ from engine.protocol import log_line
 
 log = logging.getLogger(__name__)
 
+READERS = 4  # reads in flight: at this depth random ones reach the disk's sequential rate
+PIECE = 2 << 20  # bytes of one read: a few of them at once have the disk's rate, and what is not needed any more is soon over
+
 
 class Pack:
     """A complete pack. Raises PackError for one that is incomplete or not of checkpoint `source`."""
@@ -42,14 +45,8 @@ class Pack:
         self._verified = np.zeros(self.layers * self.experts, bool)
         self._local = threading.local()
         self._offsets = [index.offset(layer) for layer in range(index.layers)]
-        self._longest = max(kind.record for kind in index.kinds)
         owned = [[n for n, kind in enumerate(index.layout) if kind == number] for number in range(len(index.kinds))]
         self.pools = tuple(FilePool(self, kind, layers) for kind, layers in zip(index.kinds, owned, strict=True))
-
-    @property
-    def record(self) -> int:
-        """Bytes of the longest record."""
-        return self._longest
 
     @property
     def expert_bytes(self) -> int:
@@ -67,25 +64,29 @@ class Pack:
         names = [part.kind.upper() for kind in self.index.kinds for part in (kind.gate_up, kind.down)]
         return ", ".join(dict.fromkeys(names))
 
-    def read(self, layer: int, expert: int, record: int, into: Sequence[memoryview]) -> None:
-        """The `record` bytes of one expert, `into` page-aligned memory. Raises OSError if they are not what was written."""
-        at, key = self._offsets[layer] + expert * record, layer * self.experts + expert
-        got = os.preadv(self._file, into, at)
-        if got != record:
-            raise OSError(f"{self.path}: read {got} of {record} bytes at {at}")
+    def read(self, layer: int, expert: int, record: int, at: int, into: Sequence[memoryview]) -> None:
+        """Of one expert's `record` bytes what is behind `at`, `into` page-aligned memory. Raises OSError."""
+        begin, want = self._offsets[layer] + expert * record + at, sum(len(part) for part in into)
+        got = os.preadv(self._file, into, begin)
+        if got != want:
+            raise OSError(f"{self.path}: read {got} of {want} bytes at {begin}")
+
+    def check(self, layer: int, expert: int, parts: Sequence[memoryview]) -> None:
+        """Raises OSError if these are not the bytes that were written; looks at each expert once."""
+        key = layer * self.experts + expert
         if not self._verified[key]:
             seen = xxhash.xxh3_64()
-            for part in into:
+            for part in parts:
                 seen.update(part)
             if seen.intdigest() != self.index.checksums[key]:
                 raise OSError(f"{self.path}: expert {expert} of layer {layer} is damaged; pack the model again")
             self._verified[key] = True
 
-    def buffer(self, record: int) -> memoryview:
-        """Page-aligned memory of this thread, overwritten by its next read."""
+    def buffer(self, size: int) -> memoryview:
+        """Page-aligned memory of this thread, overwritten by its next read; for a piece at most."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = mmap.mmap(-1, self._longest)
-        return memoryview(self._local.buffer)[:record]
+            self._local.buffer = mmap.mmap(-1, PIECE)
+        return memoryview(self._local.buffer)[:size]
 
     def close(self) -> None:
         os.close(self._file)
@@ -98,24 +99,41 @@ class FilePool:
         self._pack, self._kind, self.numbers = pack, kind, tuple(numbers)
         self.layers, self.experts, self.expert_bytes = len(numbers), pack.experts, kind.bytes
         self.like = Bank(_empty(kind.gate_up), _empty(kind.down), pack.index.act)
+        self.parts = -(-kind.record // PIECE)
+        self._kept: _Rows | None = None
 
     def bank(self, layer: int) -> None:
         return None
 
-    def read(self, key: int, to: Bank, slot: int) -> int:
+    def read(self, key: int, to: Bank, slot: int, part: int) -> int:
         """Raises OSError."""
         layer, expert = divmod(key, self.experts)
-        number, record, split = self.numbers[layer], self._kind.record, self._kind.gate_up.bytes
-        rows = _row(to.gate_up, slot), _row(to.down, slot)
-        if all(row.data_ptr() % BLOCK == 0 and row.nbytes % BLOCK == 0 for row in rows):  # as direct reads demand
-            self._pack.read(number, expert, record, [memoryview(row.numpy()) for row in rows])
-            return self.expert_bytes
-        buffer = self._pack.buffer(record)
-        self._pack.read(number, expert, record, [buffer])
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
-        rows[0].copy_(raw[:split])
-        rows[1].copy_(raw[split : self._kind.bytes])
-        return self.expert_bytes
+        number, record = self.numbers[layer], self._kind.record
+        begin, end = part * PIECE, min(record, (part + 1) * PIECE)
+        rows = self._rows(to)
+        into = rows.between(slot, begin, end)
+        size = sum(len(piece) for piece in into)
+        if size == end - begin and rows.on_borders:
+            self._pack.read(number, expert, record, begin, into)
+            return size
+        buffer, at = self._pack.buffer(end - begin), 0
+        self._pack.read(number, expert, record, begin, [buffer])
+        for piece in into:
+            piece[:] = buffer[at : at + len(piece)]
+            at += len(piece)
+        return size
+
+    def check(self, key: int, to: Bank, slot: int) -> None:
+        layer, expert = divmod(key, self.experts)
+        padding = memoryview(bytes(self._kind.record - self._kind.bytes))
+        self._pack.check(self.numbers[layer], expert, [*self._rows(to).between(slot, 0, self._kind.record), padding])
+
+    def _rows(self, bank: Bank) -> _Rows:
+        """Kept for the bank of the last read: there is one of a pool, and a read has no time to lose."""
+        kept = self._kept
+        if kept is None or kept.bank is not bank:
+            self._kept = kept = _Rows(bank)
+        return kept
 
 
 def _open_direct(path: Path) -> int:
@@ -134,6 +152,23 @@ def _empty(part: Part) -> Weight:
     return Quant(torch.empty(0, part.rows, part.bytes // part.rows, dtype=torch.uint8), part.kind, part.cols)
 
 
-def _row(weight: Weight, slot: int) -> torch.Tensor:
-    """The bytes of one slot, flat."""
-    return data_of(weight)[slot].view(-1).view(torch.uint8)
+class _Rows:
+    """The bytes of a bank's slots: gate_up, then down, as in a record."""
+
+    def __init__(self, bank: Bank) -> None:
+        self.bank = bank
+        flat = [data_of(w).reshape(len(data_of(w)), -1).view(torch.uint8) for w in (bank.gate_up, bank.down)]
+        self._each = [data.shape[1] for data in flat]
+        self._all = [memoryview(data.view(-1).numpy()) for data in flat]
+        # of the disk's blocks, in memory: as direct reads demand
+        self.on_borders = all(data.data_ptr() % BLOCK == 0 and data.shape[1] % BLOCK == 0 for data in flat)
+
+    def between(self, slot: int, begin: int, end: int) -> list[memoryview]:
+        """Bytes [begin, end) of a record, where they lie in `slot`."""
+        found, at = [], 0
+        for each, data in zip(self._each, self._all, strict=True):
+            low, high = max(0, begin - at), min(each, end - at)
+            if low < high:
+                found.append(data[slot * each + low : slot * each + high])
+            at += each
+        return found

@@ -20,12 +20,23 @@ class Pool(Protocol):
     experts: int  # a layer
     like: Bank  # shapes and types of an expert; its first dimension means nothing
     expert_bytes: int
+    parts: int  # pieces in which an expert is copied
 
     def bank(self, layer: int) -> Bank | None:
         """The experts of a layer where they can be computed; None when they can only be copied."""
 
-    def read(self, key: int, to: Bank, slot: int) -> int:
-        """Copy expert `key` into row `slot` of `to`; returns its bytes. Called from the link's threads. Raises OSError."""
+    def read(self, key: int, to: Bank, slot: int, part: int) -> int:
+        """Copy a piece of expert `key` into row `slot` of `to`; returns its bytes. The link's threads call it. Raises OSError."""
+
+    def check(self, key: int, to: Bank, slot: int) -> None:
+        """All pieces of `key` are in row `slot` of `to`. Raises OSError if they are not what they should be."""
+
+
+def read_whole(pool: Pool, key: int, to: Bank, slot: int) -> int:
+    """All pieces, one after the other; returns their bytes. Raises OSError."""
+    size = sum(pool.read(key, to, slot, part) for part in range(pool.parts))
+    pool.check(key, to, slot)
+    return size
 
 
 class HostPool:
@@ -38,13 +49,17 @@ class HostPool:
         self._banks, self.numbers = banks, tuple(range(len(banks)) if numbers is None else numbers)
         self.layers, self.experts, self.like = len(banks), banks[0].experts, banks[0]
         self.expert_bytes = bank_bytes(banks[0]) // self.experts
+        self.parts = 1  # memory has its rate at once
 
     def bank(self, layer: int) -> Bank:
         return self._banks[layer]
 
-    def read(self, key: int, to: Bank, slot: int) -> int:
+    def read(self, key: int, to: Bank, slot: int, part: int) -> int:
         copy_expert(self._banks[key // self.experts], key % self.experts, to, slot)
         return self.expert_bytes
+
+    def check(self, key: int, to: Bank, slot: int) -> None:
+        """Memory keeps what was written."""
 
 
 def data_of(weight: Weight) -> torch.Tensor:

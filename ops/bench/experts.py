@@ -32,6 +32,7 @@ import machine  # noqa: E402
 from engine.build import choose_kernels  # noqa: E402
 from engine.experts.calibrate import HIDDEN, INTER, random_weight  # noqa: E402
 from engine.experts.executor import Tier, TieredExperts  # noqa: E402
+from engine.experts.link import Link  # noqa: E402
 from engine.experts.pool import HostPool, Room, copy_expert  # noqa: E402
 from engine.experts.prefill import Prefill  # noqa: E402
 from engine.experts.slots import Fetch  # noqa: E402
@@ -119,13 +120,15 @@ class Bench:
     def calibrate(self) -> dict[str, object]:
         """Kernels on the pool and on the slots, on the pool beside the link, the link, the control code."""
         counts, keys = (1, 2, 4, self.top_k), self.layers * self.experts
-        busy = self.executor("offload", None)
+        busy, moved = self.executor("offload", None), []
         slots = [busy.arena.bank]
 
         def beside(n: int) -> float:
-            busy.link.submit([Fetch(i % keys, i % self.slots) for i in range(10_000)])
+            endless = Link(lambda i, slot, part: busy.arena.put(i % keys, slot, part), busy.tier.link_rate)
+            endless.submit([Fetch(i, i % self.slots) for i in range(10_000)])
             took = self.kernel(n, True)
-            busy.link.cancel(range(keys))
+            endless.close()
+            moved.append((endless.bytes, endless.busy_s))
             return took
 
         warm_until, self.warm_s = time.perf_counter() + self.warm_s, 0.0
@@ -137,7 +140,7 @@ class Bench:
         known["shared"] = measure(beside, counts)
         known["fast_whole"] = measure(lambda n: self.kernel(n, False, slots), counts)
         known["fast"] = measure(lambda n: self.kernel(n, True, slots), counts)
-        known["link_beside"] = busy.link.bytes / busy.link.busy_s
+        known["link_beside"] = sum(size for size, _ in moved) / sum(seconds for _, seconds in moved)
         busy.close()
         lone = self.executor("offload", None, LINKED)
         for key in lone.fetch(range(LINKED)):

@@ -30,20 +30,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import machine  # noqa: E402
+from timeline import WHY, Timeline  # noqa: E402
 
 from engine.build import choose_kernels  # noqa: E402
 from engine.experts.calibrate import HIDDEN, INTER, random_weight  # noqa: E402
 from engine.experts.executor import TieredExperts  # noqa: E402
-from engine.experts.filepool import FilePool, Pack  # noqa: E402
+from engine.experts.filepool import PIECE, READERS, Pack  # noqa: E402
 from engine.experts.pack import write_pack  # noqa: E402
-from engine.experts.pool import Room  # noqa: E402
 from engine.experts.split import Rates  # noqa: E402
 from engine.experts.trace import synthesize  # noqa: E402
+from engine.hostmem import HUGE_PAGE  # noqa: E402
 from engine.nn.experts import Bank  # noqa: E402
-from engine.packing import READERS, stream_tier  # noqa: E402
+from engine.packing import stream_tier  # noqa: E402
 
 LAYERS, TOP_K = 4, 8
-DEPTHS = (1, 2, 4, 8, 16)  # readers at once
+DEPTHS = (1, 2, 4, 8)  # readers at once
 LOCALITY = {"zipf": 0.6, "stick": 0.3}  # near what the demo model's own routing measures
 
 
@@ -56,18 +57,42 @@ def bank(experts: int, layer: int, shape: tuple[int, int]) -> Bank:
     return Bank(up, down, "silu")
 
 
-def disk_rate(pool: FilePool, seconds: float, readers: int = READERS) -> float:
-    """Bytes per second of whole records at random, `readers` at once, nothing but reading into a slot."""
-    room, stop, moved = Room(pool.like, readers).bank, time.perf_counter() + seconds, [0] * readers
+class Disk:
+    """Reads of `size` bytes at random places of a file of `record`s, nothing but reading, into huge pages that are there."""
 
-    def read(number: int) -> None:
-        chance = random.Random(number)
-        while time.perf_counter() < stop:
-            moved[number] += pool.read(chance.randrange(pool.layers * pool.experts), room, number)
+    def __init__(self, path: Path, record: int) -> None:
+        self.handle, self.record, self.count = os.open(path, os.O_RDONLY | os.O_DIRECT), record, path.stat().st_size // record
+        self.buffers = [huge(record) for _ in range(max(DEPTHS))]
+        self.chance = random.Random(0)
 
-    began = time.perf_counter()
-    at_once([lambda i=i: read(i) for i in range(readers)])
-    return sum(moved) / (time.perf_counter() - began)
+    def rate(self, seconds: float, readers: int, size: int = 0) -> float:
+        """Bytes per second, `readers` at once; `size` 0 is a whole record."""
+        size = size or self.record
+        moved, stop = [0] * readers, time.perf_counter() + seconds
+
+        def read(number: int) -> None:
+            into = [self.buffers[number][:size]]
+            while time.perf_counter() < stop:
+                at = self.chance.randrange(self.count) * self.record + self.chance.randrange(self.record // size) * size
+                moved[number] += os.preadv(self.handle, into, at)
+
+        began = time.perf_counter()
+        at_once([lambda i=i: read(i) for i in range(readers)])
+        return sum(moved) / (time.perf_counter() - began)
+
+    def best(self, seconds: float) -> float:
+        """The better of whole records and of the pieces that packs are read in."""
+        ways = (self.record, min(self.record, PIECE))
+        return max(self.rate(seconds / 2, READERS, size) for size in ways)
+
+
+def huge(size: int) -> memoryview:
+    """Memory as slots have it: direct reads into ordinary pages have half the rate."""
+    whole = -(-size // HUGE_PAGE) * HUGE_PAGE  # the kernel puts whole ones on their borders
+    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes(len(memory))
+    return memoryview(memory)[:size]
 
 
 def sequential_rate(path: Path) -> float:
@@ -80,7 +105,7 @@ def read_whole(path: Path, piece: int) -> float:
     places = iter(range(0, size, piece))
 
     def read() -> None:
-        buffer = mmap.mmap(-1, piece)
+        buffer = huge(piece)
         while True:
             with lock:
                 at = next(places, None)
@@ -103,16 +128,17 @@ def at_once(work: list[Callable[[], None]]) -> None:
 
 
 class Oracle:
-    """Knows what comes and is right about `share` of it, as a real predictor is."""
+    """Knows what comes and is right about `share` of it, as a real predictor is; else it names what other tokens used there."""
 
-    def __init__(self, share: float, experts: int) -> None:
-        self.share, self.experts, self.chance = share, experts, random.Random(0)
-        self.next: list[int] = []
+    def __init__(self, share: float, calls: list) -> None:
+        self.share, self.chance, self.next = share, random.Random(0), []
+        self.used = [torch.cat([call[2] for call in calls if call[0] == layer]).view(-1).tolist() for layer in range(LAYERS)]
 
     def predict(self, layer: int, x: torch.Tensor, top_k: int) -> list[int]:
         if layer + 1 == LAYERS or len(x) > 1:
             return []
-        return [e if self.chance.random() < self.share else self.chance.randrange(self.experts) for e in self.next]
+        named = [e if self.chance.random() < self.share else self.chance.choice(self.used[layer + 1]) for e in self.next]
+        return list(dict.fromkeys(named))
 
 
 def drive(
@@ -142,7 +168,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.ops, self.shape = choose_kernels("auto", 0), (256, 256) if args.small else (HIDDEN, INTER)
         self.experts = max(16, int(args.gib * 2**30 / LAYERS / (3 * self.shape[0] * self.shape[1] * 2)))
-        self.args, self.seconds, self.disk = args, 0.3 if args.small else 1.5, []
+        self.args, self.seconds, self.disk = args, 0.1 if args.small else 0.5, []
         self.directory = args.scratch / "stream-bench.pack"
         shutil.rmtree(self.directory, ignore_errors=True)
         began = time.perf_counter()
@@ -150,6 +176,7 @@ class Bench:
         index = write_pack(self.directory, "bench", LAYERS, self.truth, lambda done, total: None)
         self.pool_bytes, self.pack_s = index.size, time.perf_counter() - began
         (self.pool,) = Pack(self.directory).pools
+        self.reader = Disk(self.directory / "experts.bin", self.pool.expert_bytes)
 
     def executor(self, share: float, oracle: Oracle | None = None) -> TieredExperts:
         rate = self.disk[-1]
@@ -158,16 +185,18 @@ class Bench:
 
     def look(self) -> float:
         """The disk's own rate now: it changes with what the host does, so it is measured beside everything."""
-        self.disk.append(disk_rate(self.pool, self.seconds))
+        self.disk.append(self.reader.best(self.seconds))
         return self.disk[-1]
 
-    def ceiling(self, rounds: int = 5) -> dict[str, float]:
-        """Bytes per second by readers at once, in turns: what a deeper queue would give, whoever fills it."""
-        seen: dict[int, list[float]] = {readers: [] for readers in DEPTHS}
+    def ceiling(self, rounds: int = 5) -> dict[str, dict[str, float]]:
+        """Bytes per second by what is read at once and by how many, in turns: what a deeper queue would give."""
+        sizes = {"record": self.reader.record, "piece": min(self.reader.record, PIECE)}
+        seen: dict[str, dict[str, list[float]]] = {name: {str(n): [] for n in DEPTHS} for name in sizes}
         for _ in range(rounds):
-            for readers, rates in seen.items():
-                rates.append(disk_rate(self.pool, self.seconds / 4, readers))
-        return {str(readers): statistics.median(rates) for readers, rates in seen.items()}
+            for name, size in sizes.items():
+                for readers in DEPTHS:
+                    seen[name][str(readers)].append(self.reader.rate(self.seconds / 4, readers, size))
+        return {name: {n: statistics.median(rates) for n, rates in found.items()} for name, found in seen.items()}
 
     def load(self, rounds: int = 3) -> dict[str, float]:
         """Filling slots for everything, against reading the file from its beginning; in turns, the first round left out."""
@@ -182,21 +211,26 @@ class Bench:
         found = {"load_bytes_per_s": statistics.median(filled[1:]), "sequential_bytes_per_s": statistics.median(read[1:])}
         return {**found, "share": found["load_bytes_per_s"] / found["sequential_bytes_per_s"]}
 
-    def decode(self, calls: list, blocks: int = 4) -> dict[str, dict]:
+    def decode(self, calls: list, blocks: int = 8) -> dict[str, dict]:
         """Without and with predictions in turns, after a first half that only fills the slots.
 
         The host keeps some of what was read: who goes first changes from turn to turn.
         """
-        oracle = Oracle(self.args.predicted, self.experts)
+        oracle = Oracle(self.args.predicted, calls)
         ways = {"decode": (self.executor(0.5), None), "decode, predicted": (self.executor(0.5, oracle), oracle)}
         size, half = len(calls) // 2 // blocks // LAYERS * LAYERS, len(calls) // 2
         found: dict[str, list] = {name: [] for name in ways}
+        noted = {name: Timeline(experts) for name, (experts, _) in ways.items()}
+        idle: dict[str, list] = {name: [] for name in ways}
         for experts, own in ways.values():
             drive(experts, calls[:half], own)
         for block in range(blocks):
             for name, (experts, own) in sorted(ways.items(), reverse=block % 2 == 1):
                 before = self.look()
-                part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
+                with noted[name] as timeline:
+                    timeline.reads.clear(), timeline.calls.clear()
+                    part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
+                idle[name].append(timeline.idle())
                 rate = (before + self.look()) / 2
                 bound = 1e3 * part["misses"] * self.pool.expert_bytes / rate / part["tokens"]
                 found[name].append({**part, "of_disk": part["bytes_per_s"] / rate, "bound_ms": bound})
@@ -207,6 +241,9 @@ class Bench:
         middle["decode, predicted"]["bound_ms"] = middle["decode"]["bound_ms"]
         for part in middle.values():
             part["of_bound"] = part["bound_ms"] / part["ms_per_token"]
+        for name, rows in idle.items():
+            middle[name]["ms_of_a_token"] = {why: statistics.median(row[why] for row in rows) for why in WHY}
+            middle[name]["last_tokens"] = noted[name].lines(2)
         middle["decode, predicted"]["predictions"] = ways["decode, predicted"][0].status()["predictions"]
         return middle
 
@@ -216,7 +253,7 @@ class Bench:
         experts.preload(lambda size: None)
         drive(experts, calls[: len(calls) // 2])
         found = {"in_memory_ms": drive(experts, calls[len(calls) // 2 :])["ms_per_token"]}
-        reading = threading.Thread(target=lambda: found.update(disk_beside=disk_rate(self.pool, self.seconds)))
+        reading = threading.Thread(target=lambda: found.update(disk_beside=self.reader.best(2 * self.seconds)))
         reading.start()
         while reading.is_alive():
             drive(experts, calls[:LAYERS])
@@ -255,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True, help="directory for the pack, on the disk to measure")
     parser.add_argument("--gib", type=float, default=2.4)
-    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--predicted", type=float, default=0.66, help="share of predictions that are right, as measured")
     parser.add_argument("--small", action="store_true", help="small experts, to try the script")
@@ -269,7 +306,8 @@ def main() -> None:
             sequential_rate(bench.directory / "experts.bin")
             bench.look()
         out["by_readers"] = bench.ceiling()
-        print("disk by readers, GB/s:", ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in out["by_readers"].items()))
+        for size, found in out["by_readers"].items():
+            print(f"disk, a {size} by readers, GB/s:", ", ".join(f"{n}: {rate / 1e9:.2f}" for n, rate in found.items()))
         out["load"] = bench.load()
         o = out["load"]
         load, whole = o["load_bytes_per_s"] / 1e9, o["sequential_bytes_per_s"] / 1e9
@@ -294,6 +332,8 @@ def main() -> None:
                     f"  {o['ms_per_token']:.1f} ms a token, {o['bound_ms']:.1f} of them to read its misses at the disk's rate: "
                     f"{o['of_bound']:.0%} of the bound; {out['in_memory_ms']:.1f} ms with all in memory"
                 )
+                print("  ms of a token:", ", ".join(f"{why} {ms:.1f}" for why, ms in o["ms_of_a_token"].items()))
+                print("  ", o.get("predictions", ""))
         out["disk_bytes_per_s"] = bench.disk
         out["equal"] = bench.equal(experts, calls, chunks)
         print(f"bit for bit equal: {out['equal']}")

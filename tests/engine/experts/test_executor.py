@@ -116,7 +116,7 @@ def test_steps_cancelled_resized_and_evicted_at_random_never_stick(mode: str, st
     ended = 0
     with tiered(pool, ops, 14, mode) as experts:
         put = experts.arena.put
-        experts.arena.put = lambda key, slot: 1 / 0 if chance.random() < 0.05 else put(key, slot)
+        experts.arena.put = lambda *piece: 1 / 0 if chance.random() < 0.05 else put(*piece)
         for _ in range(steps):
             layer = chance.randrange(LAYERS)
             x, ids, weights = step(generator, chance.choice([1, 1, 1, 2, 4, 16]))
@@ -149,9 +149,9 @@ def test_what_is_there_is_computed_while_the_rest_is_on_its_way(rates: Rates | N
         experts.run(0, x, torch.tensor([[0, 1, 2]], dtype=torch.int32), weights)
         put, rows = experts.arena.put, ops.expert_rows
 
-        def late(key: int, slot: int) -> int:
+        def late(key: int, slot: int, part: int) -> int:
             assert seen.acquire(timeout=10), "nothing was computed meanwhile"
-            return put(key, slot)
+            return put(key, slot, part)
 
         def noted(x: torch.Tensor, ids: torch.Tensor, *more) -> torch.Tensor:
             order.append(ids.tolist())
@@ -170,7 +170,7 @@ def test_a_failed_copy_is_computed_from_the_pool_and_counted(caplog) -> None:
     ops, generator = ReferenceOps(), torch.Generator().manual_seed(3)
     pool = banks(ops, "f32")
     with tiered(pool, ops, ALL) as experts:
-        experts.arena.put = lambda key, slot: 1 / 0
+        experts.arena.put = lambda *piece: 1 / 0
         x, ids, weights = step(generator, 2)
         out = experts.run(0, x, ids, weights)
         assert torch.equal(out, ops.moe(x, ids, weights, pool[0].gate_up, pool[0].down, "silu"))

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.elastic import Elastic
 from engine.experts.arena import Arena
 from engine.experts.executor import TieredExperts
-from engine.experts.pool import Room, data_of
+from engine.experts.pool import Room, data_of, read_whole
 from engine.experts.pressure import CALM_S, SHORT_LEAST, Memory
 from engine.experts.slots import Slots
 from engine.hostmem import available_bytes
@@ -243,7 +243,7 @@ def test_experts_fetched_after_a_failure_survive_the_next(world, monkeypatch, ow
             with pytest.raises(BadCommand, match="nothing was changed"):
                 world.rebuild(expert_bytes=size)
         for key in tiered.slots.resident:
-            tiered.pool.read(key, truth, 0)
+            read_whole(tiered.pool, key, truth, 0)
             for held, want in zip(tensors(tiered.arena.bank), tensors(truth), strict=True):
                 assert torch.equal(held[tiered.slots.where[key]], want[0]), f"expert {key} is not what the pool holds"
         for key in tiered.fetch(key for key in range(tiered.most) if key not in tiered.slots.resident):

@@ -7,12 +7,13 @@ from collections import namedtuple
 import pytest
 import torch
 
+from engine.experts import filepool
 from engine.experts.call import Unreadable
 from engine.experts.executor import Tier, TieredExperts
-from engine.experts.filepool import Pack
+from engine.experts.filepool import PIECE, Pack
 from engine.experts.grouped import share_out
 from engine.experts.pack import BLOCK, PackError, read_index, write_pack
-from engine.experts.pool import Room, bank_bytes, data_of
+from engine.experts.pool import Room, bank_bytes, data_of, read_whole
 from engine.kernels.ops import Ops
 from engine.nn.experts import Bank
 from engine.packing import slot_counts, stream_experts
@@ -32,6 +33,12 @@ def pack(directory, pool: list[Bank], source: str = "model", stop: int | None = 
     return write_pack(directory, source, len(pool), bank, lambda done, total: None)
 
 
+@pytest.fixture(autouse=True, params=[BLOCK, PIECE], ids=["pieces", "whole"])
+def piece(request, monkeypatch) -> None:
+    """Experts of tests are small: most of a block of the disk, each of which is read alone."""
+    monkeypatch.setattr(filepool, "PIECE", request.param)
+
+
 @pytest.mark.parametrize(("name", "kind"), FORMATS)
 def test_what_is_read_is_what_was_packed(tmp_path, name: str, kind: str) -> None:
     pool = banks(kernels(name), kind)
@@ -40,7 +47,7 @@ def test_what_is_read_is_what_was_packed(tmp_path, name: str, kind: str) -> None
     (file,) = Pack(tmp_path / "p", "model").pools
     room = Room(file.like, 2).bank
     for key in range(LAYERS * EXPERTS):
-        assert file.read(key, room, key % 2) == bank_bytes(pool[0]) // EXPERTS
+        assert read_whole(file, key, room, key % 2) == bank_bytes(pool[0]) // EXPERTS
         for a, b in ((room.gate_up, pool[key // EXPERTS].gate_up), (room.down, pool[key // EXPERTS].down)):
             assert torch.equal(data_of(a)[key % 2], data_of(b)[key % EXPERTS])
 

@@ -82,18 +82,18 @@ def test_a_wrong_prediction_makes_way_for_what_is_asked_for() -> None:
     world, begun, go_on = World(EXPERTS), threading.Event(), threading.Event()
     put = world.experts.arena.put
 
-    def slow(key: int, slot: int) -> int:
+    def slow(key: int, slot: int, part: int) -> int:
         if key >= EXPERTS:
             begun.set()
             go_on.wait(10)
-        return put(key, slot)
+        return put(key, slot, part)
 
     world.experts.arena.put = slow
     world.oracle.says = [9, 10, 11]
     world.run(0, *one_token(world, [0, 1, 2]))
     assert world.experts.coming == {EXPERTS + 9, EXPERTS + 10, EXPERTS + 11}
     assert begun.wait(10)
-    world.experts.drop_wrong([EXPERTS + 3, EXPERTS + 4, EXPERTS + 5])
+    world.experts.expect([EXPERTS + 3, EXPERTS + 4, EXPERTS + 5])
     assert world.experts.coming == {EXPERTS + 9}, "what has begun is let through"
     go_on.set()
     world.oracle.says = []

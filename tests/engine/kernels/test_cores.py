@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cores import own_cores, parse_list, physical_cores
+from engine.cores import own_cores, parse_list, physical_cores, wake_at_once
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -105,3 +106,18 @@ def test_processors_that_cannot_be(cpus: list[int], why: str) -> None:
     native = pytest.importorskip("engine._native")
     with pytest.raises(ValueError, match=why):
         native.Ops(2, "", cpus)
+
+
+def test_a_thread_that_wakes_at_once_keeps_its_policy_and_its_nice_value() -> None:
+    seen = []
+
+    def work() -> None:
+        before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        known = wake_at_once()
+        seen.append((known, before, (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ((known, before, after),) = seen
+    assert isinstance(known, bool) and before == after
