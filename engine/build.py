@@ -18,6 +18,7 @@ from engine.cores import physical_cores
 from engine.experts.budget import Impossible
 from engine.experts.filepool import Pack
 from engine.experts.layers import spans
+from engine.experts.locking import Locked, lock_banks
 from engine.experts.pack import PackError
 from engine.experts.recording import Recording
 from engine.experts_control import ExpertParts
@@ -234,9 +235,11 @@ def beside_fast_memory(what: Placing, fast: FastMemory) -> ExpertParts:
     count = _counted(what.progress, size)
     banks = loaded or read_banks(pack, held, count)
     ways = Ways(placed.hardware.rates, shape.disk_rate, config.expert_policy, fast.link)
+    copied = [banks[n] for group in groups if group.mode in ("offload", "hybrid") for n in group.layers]
+    locked = lock_banks(copied, placed.hardware.lockable)
     executor = run_groups(groups, Source(banks, pack, what.routers), ops, ways)
     executor.preload(count)
-    return _expert_parts(executor, placed)
+    return _expert_parts(executor, placed, locked)
 
 
 def _counted(progress: Progress, size: int) -> Callable[[int], None]:
@@ -250,8 +253,8 @@ def _counted(progress: Progress, size: int) -> Callable[[int], None]:
     return count
 
 
-def _expert_parts(executor: Experts, placed: Placed) -> ExpertParts:
-    found = placed.status()
+def _expert_parts(executor: Experts, placed: Placed, locked: Locked | None = None) -> ExpertParts:
+    found = placed.status() | (locked or Locked()).status()
     log.info(log_line("experts", mode=found["mode"], pool=found["pool_bytes"], reason=found["reason"]))
     if len(placed.found.groups) > 1:
         for group in placed.found.groups:

@@ -21,7 +21,7 @@ _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 FAST = "For tests and policy work: emulate a fast memory for experts of this size, e.g. 4G, behind --fast-link."
 LINK = "Bytes a second of the emulated link, e.g. 8G."
-PIN = "Host memory that counts as page-locked beside the emulated memory, e.g. 16G; 0 = all."
+PIN = "Host memory to page-lock for copies into the emulated memory, e.g. 16G; 0 = all of the experts that are copied."
 PLACEMENT = "Placement of the experts: in_place, offload, hybrid, host, stream or resident; impossible ones are refused."
 
 
@@ -57,7 +57,9 @@ def call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str,
     except urllib.error.HTTPError as e:
         raise UserError(_message(e)) from None
     except (OSError, ValueError) as e:
-        raise UserError(f"no engine answers at {url} ({e}); start one with `serve`, or give its --url") from None
+        raise UserError(
+            f"no engine answers at {url} ({getattr(e, 'reason', e)}); start one with `serve`, or give its --url"
+        ) from None
 
 
 def _message(error: Any) -> str:

@@ -106,6 +106,8 @@ def test_greedy_answers_of_every_mix_are_those_of_each_request_alone(packed, alo
     parts = parts_of(packed, **options)
     seen = status(parts.experts)
     assert {group["mode"]: group["layers"] for group in seen["groups"]} == where
+    copied = 4 * LAYER if any(mode in where for mode in ("offload", "hybrid")) else 0
+    assert seen["locked_bytes"] + seen["lock_short_bytes"] == copied, "what is copied from is page-locked, or said to be short"
     assert answers(Engine(parts), batch) == alone[:batch]
     check_that_it_was_that_mix(parts, where)
     parts.experts.slots.close()
