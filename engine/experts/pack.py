@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -100,17 +101,33 @@ def read_index(directory: Path) -> Index:
         version = raw.get("version")
         if version != VERSION:
             raise PackError(f"{directory} was packed as version {version}, this engine reads {VERSION}: pack again")
-        kinds = tuple(Kind(Part(**kind["gate_up"]), Part(**kind["down"])) for kind in raw.pop("kinds"))
-        lists = {name: tuple(raw.pop(name)) for name in ("layout", "checksums")}
-        index = Index(**raw, **lists, kinds=kinds)
+        index = msgspec.convert(raw, Index)
     except FileNotFoundError:
         raise PackError(f"{directory} is no pack: it has no index.json; make one with `moorage engine pack`") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, AttributeError, msgspec.ValidationError) as problem:
         raise PackError(f"{path} cannot be read ({problem}); remove {directory} and pack again") from None
-    known = set(range(len(index.kinds)))
-    if len(index.checksums) != index.done * index.experts or index.done > index.layers or not known.issuperset(index.layout):
+    if not _is_sound(index):
         raise PackError(f"{path} is damaged: remove {directory} and pack again")
     return index
+
+
+def _is_sound(index: Index) -> bool:
+    """Whether its numbers go together."""
+    counted = len(index.checksums) == index.done * index.experts and index.done <= index.layers and index.experts > 0
+    return counted and set(range(len(index.kinds))).issuperset(index.layout) and all(_is_expert(kind) for kind in index.kinds)
+
+
+def _is_expert(kind: Kind) -> bool:
+    up, down = kind.gate_up, kind.down
+    sizes = (
+        min(up.rows, up.cols, up.bytes, down.rows, down.cols, down.bytes) > 0
+        and up.cols == down.rows
+        and up.rows == 2 * down.cols
+    )
+    return sizes and all(
+        part.bytes == part.rows * part.cols * FLOATS[part.kind].itemsize if part.kind in FLOATS else part.bytes % part.rows == 0
+        for part in (up, down)
+    )
 
 
 def write_pack(
@@ -123,6 +140,7 @@ def write_pack(
     first = bank(0)
     index = _begin(directory, Index(source, layers, first.experts, first.act), _kind(first))
     if index.complete:
+        progress(index.size, index.size)
         return index
     _check_space(directory, _kind(first).record * index.experts * (layers - index.done))
     with open(directory / "experts.bin", "r+b" if index.done else "wb") as file:
