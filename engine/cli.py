@@ -1,4 +1,4 @@
-"""`python -m engine.cli`: serve a model, look at one, or see what a running engine does. The configuration's only edge.
+"""`moorage engine`: serve a model, look at one, or see what a running engine does. The configuration's only edge.
 
 Every failure is one line on stderr and a non-zero exit; Ctrl-C ends in order.
 """
@@ -87,7 +87,7 @@ def serve(
 
     The port answers at once (`/health` tells how far loading is); chat is refused with 503 until the model is ready.
 
-    Example: python -m engine.cli serve ~/models/Qwen3-30B-A3B --kv-memory 8G
+    Example: moorage engine serve ~/models/Qwen3-30B-A3B --kv-memory 8G
     """
     from engine.config import dump_config, parse_config
     from engine.server import run_server
@@ -246,7 +246,7 @@ def memory_set(
 def main() -> None:
     logging.captureWarnings(True)
     try:
-        cli(standalone_mode=True)
+        cli(standalone_mode=True, prog_name="moorage engine")
     except UserError as e:
         print(f"moorage: {e}", file=sys.stderr)
         sys.exit(1)

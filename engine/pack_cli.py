@@ -25,6 +25,7 @@ def pack(
 
     from engine.build import BuildError, choose_kernels
     from engine.experts.pack import PackError
+    from engine.memory import gib
     from engine.models.errors import ModelError
     from engine.packing import pack_model
 
@@ -39,6 +40,7 @@ def pack(
     except (BuildError, ModelError, PackError) as e:
         raise UserError(str(e)) from None
     except OSError as e:
-        raise UserError(f"{directory}: {e.strerror}; the layers already packed are kept: run the same command again") from None
-    typer.echo(f"{directory}: {index.layers} layers of {index.experts} experts, {index.size / 2**30:.2f} GiB")
+        kept = "the layers already packed are kept: " if (directory / "index.json").exists() else ""
+        raise UserError(f"{directory}: {e.strerror or e}; {kept}run the same command again when that is repaired") from None
+    typer.echo(f"{directory}: {index.layers} layers of {index.experts} experts, {gib(index.size)}")
     typer.echo(f"serve it with: moorage engine serve {model} --experts-pack {directory}")

@@ -181,6 +181,11 @@ def bw(
     if wrong:
         names = ", ".join(f"{name}{calibrate.also_called(name)}" for name in possible)
         raise UserError(f"no kernel for {wrong[0]} here; there are {names}")
+    if file is not None:  # measured last: found out now, not after a minute
+        try:
+            calibrate.measurable_disk(file)
+        except (OSError, ValueError) as e:
+            raise UserError(f"{file} cannot be measured: {e}") from None
     path = profile or default_profile()
     typer.echo("measuring; other work on this machine makes it slower", err=True)
     read = calibrate.measure_read(ops)

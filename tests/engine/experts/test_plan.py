@@ -161,6 +161,15 @@ def test_mistakes_are_one_line(tmp_path, arguments: list[str], says: str) -> Non
 # --- calibration
 
 
+def test_a_file_that_cannot_be_measured_is_refused_before_anything_is_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("engine.experts.calibrate.measure_read", lambda ops: 1 / 0)
+    small = tmp_path / "small"
+    small.write_bytes(bytes(1 << 20))
+    for file, why in ((small, "it has 1.0 MiB, at least 128 are needed"), (tmp_path / "none", "No such file")):
+        done = CliRunner().invoke(cli, ["bench", "bw", "--file", str(file), "--kernels", "reference"])
+        assert isinstance(done.exception, UserError) and why in str(done.exception)
+
+
 def test_rounds_are_repeated_until_three_agree_and_the_cold_ones_thrown_away() -> None:
     rates = iter([1.0, 5.0, 9.0, 10.0, 10.1, 9.9])
     assert settle(lambda: next(rates)) == Figure(10.0, 3, True)
