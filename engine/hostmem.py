@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from dataclasses import dataclass
@@ -37,6 +38,19 @@ def lazy(size: int) -> mmap.mmap:
         return mmap.mmap(-1, max(1, size), flags=flags)
     except OSError as problem:
         raise MemoryError(f"{size} bytes of address space are refused ({problem.strerror})") from problem
+
+
+def huge(size: int) -> mmap.mmap:
+    """`size` bytes at least, in huge pages where the system has them: direct reads into ordinary ones have half the rate.
+
+    Raises MemoryError.
+    """
+    memory = lazy(-(-size // HUGE_PAGE) * HUGE_PAGE)  # the kernel puts whole ones on their borders
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes(len(memory))
+    return memory
 
 
 def give_back(address: int, size: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import random
 import threading
@@ -24,6 +23,7 @@ import torch
 from engine.experts.filepool import PIECE, READERS
 from engine.experts.identity import Machine
 from engine.experts.split import Rates
+from engine.hostmem import huge
 from engine.kernels.blocks import MX_GROUP, NV_GROUP, f8_blocks, mxfp4_blocks, nvfp4_blocks
 from engine.kernels.ops import Ops, Quant, Weight
 from engine.protocol import log_line
@@ -197,13 +197,13 @@ def measure_disk(file: Path, piece: int = PIECE) -> Figure:
     Raises OSError, ValueError for a file that is too small.
     """
     size = measurable_disk(file, piece)
-    handle = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    handle, buffers = os.open(file, os.O_RDONLY | os.O_DIRECT), [huge(piece) for _ in range(READERS)]
 
     def read(number: int) -> int:
         chance, moved, until = random.Random(number), 0, time.perf_counter() + ROUND_S
-        with mmap.mmap(-1, piece) as buffer:  # page-aligned, as direct reads demand
-            while time.perf_counter() < until:
-                moved += os.preadv(handle, [buffer], chance.randrange(size // piece) * piece)
+        into = [memoryview(buffers[number])[:piece]]
+        while time.perf_counter() < until:
+            moved += os.preadv(handle, into, chance.randrange(size // piece) * piece)
         return moved
 
     try:

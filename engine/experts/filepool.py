@@ -6,7 +6,6 @@ Layers whose experts are of one kind share slots and are one `FilePool`; a `Pack
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import xxhash
 
 from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, read_index
 from engine.experts.pool import data_of
+from engine.hostmem import huge
 from engine.kernels.ops import Quant, Weight
 from engine.nn.experts import Bank
 from engine.protocol import log_line
@@ -85,7 +85,7 @@ class Pack:
     def buffer(self, size: int) -> memoryview:
         """Page-aligned memory of this thread, overwritten by its next read; for a piece at most."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = mmap.mmap(-1, PIECE)
+            self._local.buffer = huge(PIECE)
         return memoryview(self._local.buffer)[:size]
 
     def close(self) -> None:

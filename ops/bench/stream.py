@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import random
 import shutil
@@ -39,7 +38,7 @@ from engine.experts.filepool import PIECE, READERS, Pack  # noqa: E402
 from engine.experts.pack import write_pack  # noqa: E402
 from engine.experts.split import Rates  # noqa: E402
 from engine.experts.trace import synthesize  # noqa: E402
-from engine.hostmem import HUGE_PAGE  # noqa: E402
+from engine.hostmem import huge  # noqa: E402
 from engine.nn.experts import Bank  # noqa: E402
 from engine.packing import stream_tier  # noqa: E402
 
@@ -62,7 +61,7 @@ class Disk:
 
     def __init__(self, path: Path, record: int) -> None:
         self.handle, self.record, self.count = os.open(path, os.O_RDONLY | os.O_DIRECT), record, path.stat().st_size // record
-        self.buffers = [huge(record) for _ in range(max(DEPTHS))]
+        self.buffers = [memoryview(huge(record)) for _ in range(max(DEPTHS))]
         self.chance = random.Random(0)
 
     def rate(self, seconds: float, readers: int, size: int = 0) -> float:
@@ -86,15 +85,6 @@ class Disk:
         return max(self.rate(seconds / 2, READERS, size) for size in ways)
 
 
-def huge(size: int) -> memoryview:
-    """Memory as slots have it: direct reads into ordinary pages have half the rate."""
-    whole = -(-size // HUGE_PAGE) * HUGE_PAGE  # the kernel puts whole ones on their borders
-    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory[:] = bytes(len(memory))
-    return memoryview(memory)[:size]
-
-
 def sequential_rate(path: Path) -> float:
     """Bytes per second of the whole file from its beginning, READERS direct reads at once, of the better of two sizes."""
     return max(read_whole(path, 4 << 20), read_whole(path, 16 << 20))
@@ -105,7 +95,7 @@ def read_whole(path: Path, piece: int) -> float:
     places = iter(range(0, size, piece))
 
     def read() -> None:
-        buffer = huge(piece)
+        buffer = memoryview(huge(piece))[:piece]
         while True:
             with lock:
                 at = next(places, None)

@@ -1,5 +1,6 @@
 """The plan of a checkpoint before it is loaded, and of the same model once it is."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -168,6 +169,16 @@ def test_a_file_that_cannot_be_measured_is_refused_before_anything_is_measured(t
     for file, why in ((small, "it has 1.0 MiB, at least 128 are needed"), (tmp_path / "none", "No such file")):
         done = CliRunner().invoke(cli, ["bench", "bw", "--file", str(file), "--kernels", "reference"])
         assert isinstance(done.exception, UserError) and why in str(done.exception)
+
+
+def test_the_rate_of_a_disk_is_that_of_reads_of_pieces_past_the_page_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(calibrate, "ROUND_S", 0.01)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(calibrate.MIN_PIECES * 4096))
+    try:
+        assert calibrate.measure_disk(file, 4096).rate > 0
+    except OSError as problem:  # a memory file system before Linux 6.6
+        assert problem.errno == errno.EINVAL
 
 
 def test_rounds_are_repeated_until_three_agree_and_the_cold_ones_thrown_away() -> None:
