@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,11 +232,14 @@ class _Reader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         end = orig_offs + 12
         if kind == gguf.GGUFValueType.STRING:
-            order = "big" if self.endianess == gguf.GGUFEndian.BIG else "little"
+            size = struct.Struct(">Q" if self.endianess == gguf.GGUFEndian.BIG else "<Q")
+            data = memoryview(self.data)  # an index into the array itself costs ten times as much
             for _ in range(length):
-                end += 8 + int.from_bytes(self.data[end : end + 8].tobytes(), order)
-                if end > len(self.data):
-                    raise ValueError("an array of strings ends beyond the end of the file")
+                end += 8 + (size.unpack_from(data, end)[0] if end + 8 <= len(data) else len(data))
+                if end > len(data):
+                    break
+            if end > len(data):
+                raise ValueError("an array of strings ends beyond the end of the file")
         else:
             end += length * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
