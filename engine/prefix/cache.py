@@ -247,7 +247,7 @@ class RadixCache:
             self.ram.publish(path, lease.pages, lease.session, lease.segment)
             if blob is not None:
                 self.storage.load(blob, lease.slot)
-                self.ram.hold_state(path[-1], lambda blob=blob: blob, path[-1].kind)
+                self.ram.hold_state(path[-1], lambda blob=blob: blob, lease.segment, path[-1].kind)
             self._lock(lease, path[-1])
             ms = (time.perf_counter() - began) * 1e3
             lease.match, lease.published = Match(depth, "disk", restore_ms=ms), depth
@@ -322,7 +322,7 @@ class RadixCache:
         path = self.tree.insert(tokens)
         node = path[-1]
         node.kind = node.kind or kind
-        if not self.storage.state_bytes or self.ram.hold_state(node, lambda: self.storage.save(lease.slot), kind):
+        if not self.storage.state_bytes or self.ram.hold_state(node, lambda: self.storage.save(lease.slot), lease.segment, kind):
             added = self.ram.publish(path, lease.pages, lease.session, lease.segment)
             if added:
                 self.counters["stored"] += 1

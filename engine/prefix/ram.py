@@ -17,6 +17,7 @@ from engine.protocol import log_line
 logger = logging.getLogger(__name__)
 
 GHOST_TOKENS = 8 << 20  # 32 MiB of remembered token ids, enough for 60 conversations of 128K
+NODE_TOKENS = 128  # what a node of the tree takes beside its tokens, in their bytes: tiny sessions are nothing else
 TRIM_PAGES = 16  # the least an eviction takes from a conversation's end, so that trimming page by page does not litter the tree
 
 
@@ -79,14 +80,17 @@ class RamTier:
             node.segment = max(node.segment, segment)
         return len({page for node in filled for page in node.pages}) * self.storage.page_bytes
 
-    def hold_state(self, node: Node, make: Callable[[], object], kind: str = "") -> bool:
-        """Keep the state `make()` at `node` if the budget allows; the state before it in the same conversation is superseded."""
+    def hold_state(self, node: Node, make: Callable[[], object], segment: int, kind: str = "") -> bool:
+        """Keep the state `make()` at `node` if the budget allows; the state before it in the same conversation is superseded.
+
+        It counts as what it belongs to: the newest state of a conversation that goes on is no newcomer.
+        """
         if node.state is None:
             if not self._room_for_state():
                 return False
             node.state = make()
             fixed = kind in FIXED
-            self.state_order.add(node, self.storage.state_bytes, Segment.ANCHORED if fixed else Segment.PROBATION)
+            self.state_order.add(node, self.storage.state_bytes, Segment.ANCHORED if fixed else segment)
             above = node.parent
             while above is not None and above.state is None:
                 above = above.parent
@@ -187,7 +191,7 @@ class RamTier:
 
     def bound_ghosts(self, most: int = GHOST_TOKENS) -> None:
         """Forget the oldest ghosts beyond `most` tokens."""
-        while self.tree.ghost_tokens > most and self._ghosts:
+        while self._ghosts and self.tree.ghost_tokens + NODE_TOKENS * len(self._ghosts) > most:
             node, _ = self._ghosts.popitem(last=False)
             if node.pages is not None or node.record is not None or node.children or node.locks:
                 continue  # in use again; it comes back when it is a ghost leaf again

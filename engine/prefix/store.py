@@ -177,10 +177,12 @@ class DiskStore:
             item = self._jobs.get()
             if isinstance(item, _Stop):
                 if self._unindexed >= INDEX_EVERY:
-                    self._housekeep(_Condense())
+                    self._condense()
                 item.done.set()
                 return
-            if isinstance(item, WriteJob):
+            if isinstance(item, _Condense):
+                self._condense()
+            elif isinstance(item, WriteJob):
                 self._outcomes.put(Outcome(item, self._write(item)))
             else:
                 self._housekeep(item)
@@ -204,17 +206,20 @@ class DiskStore:
         self._journal.append((frame,))
         self._unindexed += 1
 
-    def _housekeep(self, item: Frame | _Sweep | _Condense) -> None:
+    def _condense(self) -> None:
+        try:
+            condense(self._journal.path, self._index)
+            self._unindexed = 0
+        except OSError as e:  # no reason to stop writing records
+            logger.info(log_line("kv cache index not written", error=e.strerror, hint="the next start reads the whole journal"))
+
+    def _housekeep(self, item: Frame | _Sweep) -> None:
         root = self._files.root
         try:
             if isinstance(item, _Sweep):
                 self.swept += self._files.sweep(item.known)
                 for name in retire_strangers(root.parent, root, item.before):
                     logger.info(log_line("kv cache evicted", tier="disk", reason="ttl", identity=name))
-                return
-            if isinstance(item, _Condense):
-                condense(self._journal.path, self._index)
-                self._unindexed = 0
                 return
             self._append(item)
             if isinstance(item, Drop | DropState):

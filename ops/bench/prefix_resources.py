@@ -240,7 +240,7 @@ def main() -> None:
         "machine": machine.describe(ROOT),
         "restore": restore(args.scratch, args.tokens, args.layers, args.rounds),
         "hit": [hit(tokens, args.rounds * 4) for tokens in args.hits],
-        "index": index(args.scratch, args.records, args.rounds * 2),
+        "index": index(args.scratch, args.records, args.rounds),
     }
     found["others"] = share.foreign(_cpu_seconds() - own)
     print(json.dumps({k: v for k, v in found.items() if k != "machine"}, indent=1))

@@ -9,6 +9,7 @@ import pytest
 
 from engine.ipc import Anchor
 from engine.prefix.base import OutOfPages
+from engine.prefix.ram import NODE_TOKENS
 from engine.protocol import parse_log_line
 from tests.engine.prefix.fakes import Sequence_, audit, make, written
 
@@ -213,3 +214,13 @@ def test_what_the_engine_prepares_by_itself_is_no_sign_that_anybody_comes_back(h
         audit(cache)
     again = Sequence_(cache, [*talk[:-1], 504, 505, 506]).run().close()
     assert again.lease.match.common == len(talk) + 1, again.lease.match
+
+
+def test_thousands_of_tiny_sessions_leave_no_more_than_a_few_nodes() -> None:
+    """What is remembered of each is less than the node that remembers it."""
+    cache = make(pages=16)
+    for n in range(1000):
+        Sequence_(cache, [n, n + 1], session=f"s{n}").run().close()
+        cache.ram.bound_ghosts(20_000)
+    assert cache.tree.nodes < 20_000 / NODE_TOKENS + 20
+    audit(cache)

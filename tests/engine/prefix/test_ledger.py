@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 from pathlib import Path
 
@@ -22,7 +24,7 @@ TALKS = {name: list(range(start, start + 70)) for name, start in (("a", 1), ("b"
 
 
 def test_with_an_index_a_journal_comes_to_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 1 << 30), lives=st.lists(st.booleans(), min_size=1, max_size=5))
     def check(seed: int, lives: list[bool]) -> None:
         folder, chance = tmp_path_factory.mktemp("j"), random.Random(seed)
@@ -188,3 +190,27 @@ def test_the_index_is_written_at_a_stop_and_at_a_start_after_a_kill(tmp_path: Pa
     monkeypatch.setattr(store, "INDEX_EVERY", 3)
     life(0)
     assert index.read_bytes() != first and not list(tmp_path.rglob("*.new"))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_an_index_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, code: int, indexed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    real = os.open
+
+    def fail(path: object, *args: object, **more: object) -> int:
+        if str(path).endswith("index.new"):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **more)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", fail)
+        kept = talks(tmp_path)
+        cache = make(pages=200, root=tmp_path)  # asks for one at its start
+        kept["a"] = Sequence_(cache, [*kept["a"], 5], session="a").run().close().tokens
+        written(cache)
+        assert cache.disk.counters["stored"] == 1 and not cache.disk.counters["errors"]
+        kill(cache)
+    assert "index not written" in caplog.text and not list(tmp_path.rglob("index*"))
+    assert all_there(make(pages=200, root=tmp_path), kept)
