@@ -29,7 +29,6 @@ class _Job:
     """An expert that was asked for: which of its pieces begins next, how many are on their way."""
 
     fetch: Fetch
-    behind: bool = False  # everything else
     next: int = 0
     under_way: int = 0
     problem: Exception | None = None  # no further piece begins
@@ -61,7 +60,6 @@ class Link:
         self._jobs: dict[int, _Job] = {}  # by key, all that have not ended
         self._done: dict[int, tuple[float, Exception | None]] = {}  # key -> when, and what went wrong
         self._closed = False
-        self._ahead = 0  # pieces of those under way
         self._active, self._since = 0, 0.0  # copies under way, since when there was at least one
         self.bytes = 0
         self.busy_s = 0.0  # in which at least one copy was under way
@@ -80,7 +78,7 @@ class Link:
                 self._done.update((f.key, (time.perf_counter(), RuntimeError("the link is closed"))) for f in fetches)
                 self._arrived.notify_all()
                 return
-            jobs = [_Job(fetch, behind) for fetch in fetches]
+            jobs = [_Job(fetch) for fetch in fetches]
             self._jobs.update((job.fetch.key, job) for job in jobs)
             (self._behind if behind else self._queue).extend(jobs)
             self._wanted.notify(len(jobs) * self._parts)
@@ -96,7 +94,7 @@ class Link:
                     self._behind.remove(job)
                 elif not isinstance(job.problem, TakenBack):
                     continue  # its last pieces are on their way, or it has failed
-                job.problem, job.behind = None, False
+                job.problem = None
                 if job.next < self._parts:
                     self._queue.append(job)
                     self._wanted.notify(self._parts - job.next)
@@ -164,7 +162,6 @@ class Link:
                 if not self._can_begin():
                     return
                 job, part = self._begin()
-                behind = job.behind
                 began = time.perf_counter()
             problem: Exception | None = None
             try:
@@ -176,11 +173,13 @@ class Link:
                 rest = free_at - time.perf_counter()
                 if rest > 0:
                     time.sleep(rest)
-            self._landed(job, size, problem, behind)
+            self._landed(job, size, problem)
 
     def _can_begin(self) -> bool:
-        """One piece of what is behind at a time: whoever turns out to be needed instead waits for no more than that."""
-        return bool(self._queue) or (bool(self._behind) and not self._ahead)
+        """What is behind comes alone and one piece at a time: it takes nothing from the last pieces of what is needed, and
+        whoever turns out to be needed instead waits for no more than that piece.
+        """
+        return bool(self._queue) or (bool(self._behind) and not self._active)
 
     def _begin(self) -> tuple[_Job, int]:
         """The next piece."""
@@ -191,14 +190,12 @@ class Link:
         if not self._active:
             self._since = time.perf_counter()
         self._active += 1
-        self._ahead += job.behind
         job.under_way += 1
         return job, part
 
-    def _landed(self, job: _Job, size: int, problem: Exception | None, behind: bool) -> None:
+    def _landed(self, job: _Job, size: int, problem: Exception | None) -> None:
         with self._lock:
             self._active -= 1
-            self._ahead -= behind
             now = time.perf_counter()
             self.busy_s, self._since = self.busy_s + now - self._since, now
             self.bytes += size
@@ -206,6 +203,8 @@ class Link:
                 job.problem = problem
                 self._drop(job)
             whole = job.problem is None and job.under_way == 1 and job.next == self._parts
+            if self._behind and not self._active:
+                self._wanted.notify()
             if not whole or self._check is None:
                 job.under_way -= 1
                 if not job.under_way and (whole or job.problem is not None):
