@@ -123,6 +123,7 @@ class RadixCache:
             self.storage.load(node.state, lease.slot)
             self.ram.state_order.touch(node, None if background else Segment.PROTECTED)
         lease.match = explain(lease.match, walk, known, node, len(prompt))
+        self.ram.missed(lease.match, walk.path, self.disk)
         if background:  # our own preparation proves nothing: what it adds is worth what it continues
             lease.segment = min(node.segment, Segment.PROTECTED) if node is not None else Segment.PROBATION
         else:
@@ -144,8 +145,7 @@ class RadixCache:
     def answering(self, lease: RadixLease) -> None:
         """The first token is out: a long prefill goes to disk now, a short one with the end of its turn.
 
-        Now means up to the prompt's end: the same prompt sent again resumes there. Models that resume only where a state was
-        kept can do so for shorter prompts too, once the state weighs no more than the rows before it.
+        Now means up to the prompt's end: sent again it resumes there; with a state that weighs no more than the rows before it.
         """
         if not lease.answered and len(lease.tokens) - lease.match.common >= self._long:
             self._save(lease)

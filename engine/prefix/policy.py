@@ -3,8 +3,9 @@
 Recency with three exceptions. A state whose conversation went on is superseded: it serves edits only and leaves first. What was
 never read again (a title request, a one-shot sub-agent) is in probation, and when such newcomers hold more than their share they
 push each other out, oldest first; below it they compete by recency like everybody, so an idle conversation still makes room for
-a new one. Tools and system text that several conversations read are anchored and leave last, up to a share of the budget. Hit
-counts and density scores are not used: counts never age, and density starves the long conversations that cost most to lose.
+a new one. The share grows when newcomers come back and shrinks when others do. Tools and system text that several conversations
+read are anchored and leave last, up to a share of the budget. Hit counts and density scores are not used: counts never age, and
+density starves the long conversations that cost most to lose.
 """
 
 from __future__ import annotations
@@ -43,8 +44,17 @@ class SegmentedLru(Generic[Key]):
         self.resize(budget)
 
     def resize(self, budget: int) -> None:
-        self._newcomers = int(budget * PROBATION_SHARE)
+        self._least = self._newcomers = int(budget * PROBATION_SHARE)
+        self._budget = budget
         self._anchored = int(budget * ANCHORED_SHARE)
+
+    def missed(self, size: int, newcomer: bool) -> None:
+        """`size` of what went is asked for again. Newcomers that come back deserve a larger share, up to that of recency alone.
+
+        What others lose by it shrinks the share again (as in ARC, Megiddo and Modha 2003).
+        """
+        self._newcomers += size if newcomer else -size
+        self._newcomers = max(self._least, min(self._budget, self._newcomers))
 
     def __contains__(self, key: Key) -> bool:
         return key in self._where

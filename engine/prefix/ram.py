@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from engine.prefix.anchors import FIXED
-from engine.prefix.base import Storage
+from engine.prefix.base import Match, Storage
 from engine.prefix.history import History
 from engine.prefix.pages import PagePool
 from engine.prefix.policy import Segment, SegmentedLru
 from engine.prefix.radix import Node, RadixTree
 from engine.protocol import log_line
+
+if TYPE_CHECKING:
+    from engine.prefix.disk import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +158,18 @@ class RamTier:
         node.state = None
         if self._useless(node):
             self._evict(node, "state-budget")
+
+    def missed(self, match: Match, path: Sequence[Node], disk: DiskTier | None) -> None:
+        """What a request on `path` lost for want of room moves the share of newcomers, here and on disk."""
+        if not match.lost or match.reason not in ("ram-full", "disk-cache-full"):
+            return
+        gone = next((n for n in path if n.pages is None and n.record is None), None)
+        if gone is None:  # it is on disk, and there was no room to read it
+            return
+        newcomer = gone.segment == Segment.PROBATION
+        self.page_order.missed(match.lost // self.tree.page, newcomer)
+        if disk is not None:
+            disk.index.order.missed(match.lost * self.storage.row_bytes, newcomer)
 
     def flush(self, why: str, owner: str | None = None) -> int:
         """Evict everything no lease holds (`owner`: of that session only); returns how many tokens went."""

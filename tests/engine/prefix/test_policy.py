@@ -37,6 +37,29 @@ def test_a_newcomer_that_runs_counts_for_half_of_the_share_at_most() -> None:
     assert list(order.order(newcomers=1)) == list(order.order(newcomers=BUDGET)) == ["n0", "talk", "n1"]
 
 
+def test_newcomers_that_come_back_get_a_larger_share_and_give_it_back() -> None:
+    order = filled(("talk", 60, Segment.PROTECTED), *((f"n{i}", SHARE // 2, Segment.PROBATION) for i in range(4)))
+    order.missed(SHARE, newcomer=True)
+    assert list(order.order()) == ["talk", "n0", "n1", "n2", "n3"]  # recency
+    order.missed(10 * BUDGET, newcomer=False)
+    assert list(order.order()) == ["n0", "n1", "talk", "n2", "n3"]  # never less than the share
+    order.missed(10 * BUDGET, newcomer=True)
+    order.missed(BUDGET - SHARE, newcomer=False)
+    assert order.victim() == "n0"  # never more than the budget
+
+
+def test_one_shots_that_nobody_sends_again_move_no_share_and_those_that_come_back_do() -> None:
+    cache = make(pages=20)
+    share = cache.ram.page_order._newcomers
+    prompts = [list(range(100 * n, 100 * n + 30)) for n in range(6)]
+    for n, prompt in enumerate(prompts):
+        Sequence_(cache, prompt, session=f"s{n}").run().close()
+    assert cache.ram.page_order._newcomers == share
+    for n, prompt in enumerate(prompts[:3]):
+        assert Sequence_(cache, [*prompt, 1], session=f"s{n}").run().close().lease.match.reason == "ram-full"
+    assert share < cache.ram.page_order._newcomers <= 20
+
+
 def test_superseded_states_go_first_and_anchored_text_last() -> None:
     order = filled(("tools", 20, Segment.ANCHORED), ("old", 20, Segment.PROTECTED), ("talk", 20, Segment.PROTECTED))
     order.demote("talk")
