@@ -27,6 +27,8 @@ Progress = Callable[[float, str], None]  # fraction 0..1, stage
 ROUTED = (".moe.gate_up", ".moe.down")  # ends of the canonical names of routed experts
 WORKSPACE = 256 << 20  # bytes kept free beside the weights: interpreter, torch, activations of one step
 
+MAPPED_BYTES = 256 << 20  # of the file, read and resident beside their copy, before they are let go of
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -160,9 +162,14 @@ def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tupl
     if out is None:
         out = torch.empty(sum(rows), *shape[0][1:], dtype=first.dtype)
     prefer_huge_pages(out.data_ptr(), out.nbytes)
+    read = 0
     for pieces, target in zip(parts, out.split(rows), strict=True):
         for piece in pieces:
             _copy(checkpoint.read(piece), piece, target)
+            read += checkpoint.nbytes(piece.source)
+            if read > MAPPED_BYTES:
+                checkpoint.release()
+                read = 0
     return Quant(out, first.type, first.cols) if quantized else out
 
 
