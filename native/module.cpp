@@ -292,6 +292,34 @@ void rope(Ops& ops, H out_, H x_, H cos_, H sin_, bool interleaved) {
     ops.rope(x.f(), cos.f(), sin.f(), interleaved, out.f(), x.shape[0], (int)x.shape[1], (int)x.shape[2], 2 * (int)cos.shape[1]);
 }
 
+void add_norm(Ops& ops, H out_, H x_, H added_, H w_, float eps) {
+    const Tensor x = tensor(x_, "x", F32, {-1, -1}), added = tensor(added_, "added", F32, {x.shape[0], x.shape[1]});
+    const Tensor w = tensor(w_, "weight", F32, {x.shape[1]}), out = tensor(out_, "out", F32, {x.shape[0], x.shape[1]});
+    if (!x.size()) return;
+    release r;
+    ops.add_norm(x.f(), added.f(), w.f(), eps, out.f(), x.shape[0], x.shape[1]);
+}
+
+void turn_heads(Ops& ops, H x_, int q_heads, int k_heads, H q_w_, H k_w_, float eps, H cos_, H sin_, bool interleaved) {
+    const Tensor x = tensor(x_, "x", F32, {-1, -1, -1});
+    const int64_t dim = x.shape[2];
+    if (q_heads < 0 || k_heads < 0 || (int64_t)q_heads + k_heads > x.shape[1]) fail("x: holds fewer heads than q and k have");
+    if (q_w_.is_none() != k_w_.is_none()) fail("k weight: q and k have norms, or neither has");
+    if (cos_.is_none() != sin_.is_none()) fail("sin: goes with cos");
+    const float* q_w = q_w_.is_none() ? nullptr : tensor(q_w_, "q weight", F32, {dim}).f();
+    const float* k_w = k_w_.is_none() ? nullptr : tensor(k_w_, "k weight", F32, {dim}).f();
+    const float *cos = nullptr, *sin = nullptr;
+    int64_t half = 0;
+    if (!cos_.is_none()) {
+        const Tensor c = tensor(cos_, "cos", F32, {x.shape[0], -1});
+        half = c.shape[1], cos = c.f(), sin = tensor(sin_, "sin", F32, {x.shape[0], half}).f();
+        if (2 * half > dim) fail("cos: rotates more than the head holds");
+    }
+    if (!x.size()) return;
+    release r;
+    ops.turn_heads(x.f(), x.shape[0], x.shape[1] * dim, q_heads, k_heads, (int)dim, q_w, k_w, eps, cos, sin, interleaved, 2 * (int)half);
+}
+
 void gate_mul(Ops& ops, H out_, H gate_, H up_, const std::string& act) {
     const Tensor gate = any_tensor(gate_, "gate"), up = any_tensor(up_, "up"), out = any_tensor(out_, "out");
     if (gate.dtype != F32 || up.dtype != F32 || out.dtype != F32 || gate.size() != up.size() || gate.size() != out.size())
@@ -367,6 +395,9 @@ NB_MODULE(_native, m) {
         .def("rms_norm", &rms_norm)
         .def("gated_norm", &gated_norm)
         .def("rope", &rope)
+        .def("add_norm", &add_norm)
+        .def("turn_heads", &turn_heads, nb::arg("x"), nb::arg("q_heads"), nb::arg("k_heads"), nb::arg("q_weight").none(),
+             nb::arg("k_weight").none(), nb::arg("eps"), nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"))
         .def("gate_mul", &gate_mul)
         .def("route", &route, nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("sigmoid"),
              nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"))

@@ -239,6 +239,25 @@ void Ops::rope(const float* x, const float* cos, const float* sin, bool interlea
     });
 }
 
+void Ops::add_norm(float* x, const float* added, const float* w, float eps, float* out, int64_t n, int64_t dim) {
+    auto held = pool_.hold();
+    rows(n, dim, [&](int64_t r) {
+        for (int64_t i = r * dim; i < (r + 1) * dim; i++) x[i] += added[i];
+        kernels_.rms_norm(x + r * dim, w, eps, false, out + r * dim, dim);
+    });
+}
+
+void Ops::turn_heads(float* x, int64_t n, int64_t width, int q_heads, int k_heads, int dim, const float* q_w, const float* k_w, float eps,
+                     const float* cos, const float* sin, bool interleaved, int rot) {
+    auto held = pool_.hold();
+    const int heads = q_heads + k_heads, half = rot / 2;
+    rows(n, width, [&](int64_t r) {
+        float* row = x + r * width;
+        for (int h = 0; q_w && h < heads; h++) kernels_.rms_norm(row + h * dim, h < q_heads ? q_w : k_w, eps, false, row + h * dim, dim);
+        if (cos) kernels_.rope(row, cos + r * half, sin + r * half, interleaved, row, heads, dim, rot);
+    });
+}
+
 void Ops::gate_mul(const float* gate, const float* up, int act, float* out, int64_t n) {
     auto held = pool_.hold();
     rows(ceil_div(n, 1024), 1024, [&](int64_t r) {

@@ -31,6 +31,11 @@ public:
     void gated_norm(const float* x, const float* z, const float* w, float eps, float* out, int64_t rows, int64_t n);
     void rope(const float* x, const float* cos, const float* sin, bool interleaved, float* out, int64_t rows, int heads, int dim,
               int rot);
+    // x += added, out = rms_norm(x): a residual and the norm behind it
+    void add_norm(float* x, const float* added, const float* w, float eps, float* out, int64_t rows, int64_t n);
+    // the heads of q and k in x [rows, width], one behind the other: norm of each (w null: none), rotation (cos null: none), in place
+    void turn_heads(float* x, int64_t rows, int64_t width, int q_heads, int k_heads, int dim, const float* q_w, const float* k_w,
+                    float eps, const float* cos, const float* sin, bool interleaved, int rot);
     void gate_mul(const float* gate, const float* up, int act, float* out, int64_t n);
     void route(const float* logits, int64_t rows, const RouteRule& rule, int32_t* ids, float* weights);
     float read(const uint8_t* data, int64_t bytes);

@@ -13,10 +13,12 @@ from engine.cores import own_cores, physical_cores
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
 
-ABI = 2  # of the module these calls are written for (native/cpu.h)
+ABI = 3  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
+
+NEITHER = (None, None)
 
 
 class CpuOps:
@@ -71,6 +73,24 @@ class CpuOps:
         out = torch.empty_like(x)
         self._ops.rms_norm(out, x, _float(weight), eps, plus_one)
         return out
+
+    def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._ops.add_norm(out, x, added, weight, eps)
+        return out
+
+    def turn_heads(
+        self,
+        x: torch.Tensor,
+        q_heads: int,
+        k_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        self._ops.turn_heads(x, q_heads, k_heads, *(norms or NEITHER), eps, *(rope or NEITHER), interleaved)
+        return x
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         data, kind = _stored(weight)

@@ -83,6 +83,23 @@ class Ops(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
         """Over the last dimension; x [..., H]."""
 
+    def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Adds `added` [T, H] to `x` [T, H] in place; returns `rms_norm(x)`, a new tensor, with a float32 weight [H]."""
+
+    def turn_heads(
+        self,
+        x: torch.Tensor,
+        q_heads: int,
+        k_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        """x [T, heads, D], heads of q, then of k, then others (v), which stay. Norms each head of q and k (`norms`: their float32
+        weights [D]) and rotates it (`rope`: cos, sin as in `rope`). May change `x`, and returns it or a new tensor.
+        """
+
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K], weight [N, K] -> [T, N]."""
 

@@ -67,6 +67,26 @@ class ReferenceOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
         return _rms(x, eps) * (1.0 + weight if plus_one else weight)
 
+    def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.rms_norm(x.add_(added), weight, eps, False)
+
+    def turn_heads(
+        self,
+        x: torch.Tensor,
+        q_heads: int,
+        k_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        q, k, rest = x.split_with_sizes([q_heads, k_heads, x.shape[1] - q_heads - k_heads], 1)
+        if norms:
+            q, k = (self.rms_norm(heads, weight, eps, False) for heads, weight in zip((q, k), norms, strict=True))
+        if rope:
+            q, k = (self.rope(heads, *rope, interleaved) for heads in (q, k))
+        return torch.cat([q, k, rest], 1)
+
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _rms(x, eps) * weight * _exactly(F.silu, z)
 

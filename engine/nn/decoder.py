@@ -46,21 +46,22 @@ class Decoder:
         x = ops.embed(self._embed, batch.tokens)
         if spec.embed_scale != 1.0:
             x = x * spec.embed_scale
+        out = None  # of the last block: the next one adds it to x
         for layer, kv, state in zip(self._layers, cache.kv, cache.states, strict=True):
-            x = layer.mix(x, ropes, kv, state, seg)
+            out = layer.mix(x, out, ropes, kv, state, seg)
             if layer is self._layers[-1]:  # no later token reads what follows: only the rows whose logits are wanted go on
-                x = x.index_select(0, batch.logit_rows)
+                x, out = x.index_select(0, batch.logit_rows), out.index_select(0, batch.logit_rows)
                 if x.shape[0] == 0:
                     return x.new_empty(0, spec.vocab)
-            x = layer.feed(x)
-        return ops.linear(ops.rms_norm(x, self._final_norm, spec.norm_eps, False), self._head)
+            out = layer.feed(x, out)
+        return ops.linear(ops.add_norm(x, out, self._final_norm, spec.norm_eps), self._head)
 
 
 class _Layer:
     """x + mixer(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, weights: _Scope, ops: Ops, routed: Routed | None) -> None:
-        self._rms_norm, self._eps = ops.rms_norm, spec.norm_eps
+        self._ops, self._eps = ops, spec.norm_eps
         self._mixer_norm = _norm_weight(spec, weights["mixer_norm"])
         self._ffn_norm = _norm_weight(spec, weights["ffn_norm"])
         if isinstance(layer.mixer, AttentionSpec):
@@ -72,13 +73,23 @@ class _Layer:
         else:
             self._ffn = _Mlp(layer.ffn.act, weights.inner("mlp."), ops)
 
-    def mix(self, x: torch.Tensor, ropes: dict, kv: KVLayer | None, state: StateLayer | None, seg: Segments) -> torch.Tensor:
-        """Adds to `x` in place."""
-        return x.add_(self._mixer(self._rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg))
+    def mix(
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor | None,
+        ropes: dict,
+        kv: KVLayer | None,
+        state: StateLayer | None,
+        seg: Segments,
+    ) -> torch.Tensor:
+        """Adds what the layer before this one left to `x`, in place; returns what the next step is to add."""
+        if before is None:
+            return self._mixer(self._ops.rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg)
+        return self._mixer(self._ops.add_norm(x, before, self._mixer_norm, self._eps), ropes, kv or state, seg)
 
-    def feed(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds to `x` in place."""
-        return x.add_(self._ffn(self._rms_norm(x, self._ffn_norm, self._eps, False)))
+    def feed(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """As `mix`."""
+        return self._ffn(self._ops.add_norm(x, before, self._ffn_norm, self._eps))
 
 
 class _Fan:
@@ -101,8 +112,19 @@ class _Fan:
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x [T, K] -> [T, N_i], or [T, heads, head_dim], of every part."""
         if self._whole is not None:
-            return self._cut(self._linear(x, self._whole, self._bias)).split_with_sizes(self._sizes, 1)
+            return self.cut(self.joined(x))
         return [self._cut(self._linear(x, part, bias)) for part, bias in zip(self._parts, self._biases, strict=True)]
+
+    @property
+    def is_joined(self) -> bool:
+        return self._whole is not None
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """All parts in one tensor, one behind the other."""
+        return self._cut(self._linear(x, self._whole, self._bias))
+
+    def cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        return whole.split_with_sizes(self._sizes, 1)
 
     def _cut(self, out: torch.Tensor) -> torch.Tensor:
         return out if self._head_dim is None else out.view(out.shape[0], -1, self._head_dim)
@@ -115,22 +137,26 @@ class _Attention:
         self._spec, self._ops, self._eps = mixer, ops, spec.norm_eps
         self._qkv = _Fan(weights, "in", ("q", "k", "v"), ops, mixer.bias, mixer.head_dim)
         self._o, self._o_bias = weights["o"], weights.get("o_bias")
+        self._norms = None
         if mixer.qk_norm:
-            self._q_norm = _norm_weight(spec, weights["q_norm"])
-            self._k_norm = _norm_weight(spec, weights["k_norm"])
+            self._norms = _norm_weight(spec, weights["q_norm"]), _norm_weight(spec, weights["k_norm"])
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]
-        q, k, v = self._qkv(x)  # [T, heads, D]
-        if spec.output_gate:  # each head of q is followed by one of the gate
-            q, gate = q.view(rows, spec.heads, -1).split(spec.head_dim, -1)
-        if spec.qk_norm:
-            q = ops.rms_norm(q, self._q_norm, self._eps, False)
-            k = ops.rms_norm(k, self._k_norm, self._eps, False)
-        if spec.rope:
-            cos, sin = ropes[spec.rope]
-            q = ops.rope(q, cos, sin, spec.rope.interleaved)
-            k = ops.rope(k, cos, sin, spec.rope.interleaved)
+        turn = (
+            (self._norms, self._eps, ropes[spec.rope], spec.rope.interleaved)
+            if spec.rope
+            else (self._norms, self._eps, None, False)
+        )
+        if self._qkv.is_joined and not spec.output_gate:
+            q, k, v = self._qkv.cut(ops.turn_heads(self._qkv.joined(x), spec.heads, spec.kv_heads, *turn))  # [T, heads, D]
+        else:
+            q, k, v = self._qkv(x)
+            if spec.output_gate:  # each head of q is followed by one of the gate
+                q, gate = q.view(rows, spec.heads, -1).split(spec.head_dim, -1)
+            q, k = ops.turn_heads(torch.cat([q, k], 1), spec.heads, spec.kv_heads, *turn).split_with_sizes(
+                (spec.heads, spec.kv_heads), 1
+            )
         out = ops.attention(q, k, v, kv, seg, spec.scale, spec.window)
         if spec.output_gate:
             out = ops.gate_mul(gate, out, "sigmoid")

@@ -146,6 +146,8 @@ class Bench:
         for key in lone.fetch(range(LINKED)):
             lone.receive(key)
         known["link"] = lone.link.bytes / lone.link.busy_s
+        began = time.perf_counter()
+        known["copy"] = sum(lone.arena.put(i, i % LINKED, 0) for i in range(LINKED)) / (time.perf_counter() - began)
         lone.close()
         known["control"] = self.control_seconds("offload", self.top_k)
         known["control_pool"] = self.control_seconds("host", 0)
@@ -190,27 +192,32 @@ class Bench:
         return known["control_apart"] + (self.beside_link(known, here, fetched) if fetched else here)
 
     def beside_link(self, known: dict, here: float, fetched: int) -> float:
-        """Seconds of `here` seconds' computing, had the link not run, and of each fetched expert when it has come."""
-        size, computed, now, moved = known["size"], 0, 0.0, 0.0
-        slower = known["shared"].expert / known["alone"].expert
+        """Seconds of `here` seconds' computing, had the link not run, and of each fetched expert when it has come.
 
-        def compute(seconds: float) -> tuple[float, float]:
-            """What it takes, and the bytes that have come by then."""
-            to_come = fetched * size - moved
-            if seconds * slower <= to_come / known["link_beside"]:
-                return seconds * slower, moved + seconds * slower * known["link_beside"]
-            together = to_come / known["link_beside"]
-            return together + seconds - together / slower, fetched * size
-
-        spent, moved = compute(here)
-        now += spent
-        while computed < fetched:
-            come = int(moved / size + 1e-9)
-            if come == computed:
-                come += 1
-                now, moved = now + (come * size - moved) / known["link"], come * size
-            spent, moved = compute(known["fast"](come - computed))
-            now, computed = now + spent, come
+        The emulated wire copies, then waits until the wire's time is over: beside computing the copy is slow, but only what it
+        takes beyond that time shows. Computing is slow beside a copy, not beside a wait.
+        """
+        slower, wire = known["shared"].expert / known["alone"].expert, known["size"] / known["link"]
+        now, work, came, computed = 0.0, here, 0, 0
+        began, left = 0.0, known["size"]  # when the copy under way began, its bytes to come
+        while work > 0 or computed < fetched:
+            copying = came < fetched and left > 0
+            events = [work * slower if copying else work] if work > 0 else []
+            if copying:
+                events.append(left / known["link_beside" if work > 0 else "copy"])
+            elif came < fetched:
+                events.append(max(0.0, began + wire - now))
+            passed = min(events)
+            now += passed
+            if copying:
+                left -= passed * known["link_beside" if work > 0 else "copy"]
+                left = 0.0 if left < 1 else left
+            elif came < fetched and now >= began + wire - 1e-9:
+                came, began, left = came + 1, now, known["size"]
+            work -= passed / (slower if copying else 1.0) if work > 0 else 0.0
+            work = 0.0 if work < 1e-9 else work
+            if work == 0 and came > computed:
+                work, computed = known["fast"](came - computed), came
         return now
 
     def decode(self, steps: int) -> tuple[list[dict], list[dict[str, object]]]:
@@ -353,6 +360,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny experts, to try the script")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as in the engine: a copy that waits for a second thread waits for the kernels' cores
     out = {"machine": machine.describe(ROOT), "kind": args.kind, "runs": []}
     for link in args.link:
         bench = Bench(args.kind, layers=3, experts=32, top_k=8, slots=40, link=link * 1e9, small=args.small)

@@ -29,6 +29,37 @@ def test_rope(ops, truth, rng, interleaved: bool, dim: int, rot: int) -> None:
     assert torch.equal(got[..., rot:], x[..., rot:])
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize(("dim", "rot"), [(64, 64), (256, 64), (20, 12), (128, 0)])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_heads_are_turned_as_one_by_one_and_the_rest_stays(
+    ops, truth, rng, rows: int, dim: int, rot: int, normed: bool, interleaved: bool
+) -> None:
+    x, angle = torch.randn(rows, 4 + 2 + 2, dim, generator=rng), 10 * torch.randn(rows, rot // 2, generator=rng)
+    norms = tuple(torch.randn(2, dim, generator=rng).unbind()) if normed else None
+    rope = (angle.cos(), angle.sin()) if rot else None
+    want = [x[:, :4].contiguous(), x[:, 4:6].contiguous()]
+    if norms:
+        want = [ops.rms_norm(heads, weight, 1e-6, False) for heads, weight in zip(want, norms, strict=True)]
+    if rope:
+        want = [ops.rope(heads, *rope, interleaved) for heads in want]
+    reference = truth.turn_heads(x.clone(), 4, 2, norms, 1e-6, rope, interleaved)
+    got = ops.turn_heads(x.clone(), 4, 2, norms, 1e-6, rope, interleaved)
+    assert torch.equal(got, torch.cat([*want, x[:, 6:]], 1))
+    close(got, reference, 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (9, 100), (70, 16)])
+def test_a_residual_and_its_norm_are_those_of_two_steps(ops, truth, rng, rows: int, width: int) -> None:
+    x, added, weight = (torch.randn(*shape, generator=rng) for shape in ((rows, width), (rows, width), (width,)))
+    mine, theirs = x.clone(), x.clone()
+    got = ops.add_norm(mine, added, weight, 1e-6)
+    assert torch.equal(mine, x + added) and torch.equal(got, ops.rms_norm(x + added, weight, 1e-6, False))
+    close(got, truth.add_norm(theirs, added, weight, 1e-6), 1e-5)
+    assert torch.equal(theirs, mine)
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "sigmoid"])
 def test_gate_mul(ops, truth, act: str) -> None:
     gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30])]).view(-1, 1)
