@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,41 +11,13 @@ import torch
 from engine.experts.split import Rates
 from engine.kernels.reference import ReferenceOps
 from tests.engine.experts.tiers import EXPERTS, HIDDEN, LAYERS, TOP_K, banks, step, tiered
+from tests.support.claims import check
 
 ROOT = Path(__file__).resolve().parents[3]
-CLAIMS = ROOT / "docs" / "experts-claims.md"
-TEST = re.compile(r"`([a-z_/]+\.py)::(test_\w+)`")
-FIGURE = re.compile(r"`([\w-]+\.json): ([\w.]+) (>=|within) ([\d.]+)`")
-
-
-def rows() -> list[str]:
-    return [line for line in CLAIMS.read_text().splitlines() if line.startswith("| ") and "`" in line]
 
 
 def test_every_row_names_a_test_that_exists_or_a_figure_within_its_bound() -> None:
-    assert len(rows()) > 40
-    for row in rows():
-        tests, figures = TEST.findall(row), FIGURE.findall(row)
-        assert tests or figures, row
-        assert row.count(".py::") == len(tests) and row.count(".json:") == len(figures), f"not understood: {row}"
-        for path, name in tests:
-            assert name in _tests_of(path), f"{path} has no {name}"
-        for file, path, how, bound in figures:
-            value = _figure(file, path)
-            assert value >= float(bound) if how == ">=" else abs(value) <= float(bound), f"{file}: {path} is {value}"
-
-
-@cache
-def _tests_of(path: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / "engine" / path).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-def _figure(file: str, path: str) -> float:
-    value = json.loads((ROOT / "docs" / "results" / file).read_text())
-    for part in path.split("."):
-        value = value[int(part)] if isinstance(value, list) else value[part]
-    return value
+    check("experts-claims.md", "tests/engine", least=41)
 
 
 @pytest.mark.parametrize(("file", "least"), [("experts.json", {4, 16, 64, 256}), ("experts-zen3.json", {4, 16})])

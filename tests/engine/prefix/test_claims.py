@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.claims import check
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -17,24 +16,7 @@ STORM_GIB = 90 / 8  # an eighth of what the four running sessions need
 
 
 def test_every_test_that_the_claims_name_exists() -> None:
-    rows = [
-        line for line in (ROOT / "docs" / "prefix-claims.md").read_text().splitlines() if line.startswith("| ") and "`" in line
-    ]
-    assert len(rows) > 25
-    for row in rows:
-        named = re.findall(r"`([a-z_/]+\.py)::(\w+)`", row)
-        assert named, row
-        for path, name in named:
-            assert name in _tests_of(path), f"{path} has no {name}"
-
-
-@cache
-def _tests_of(path: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / "engine" / path).read_text())
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return functions | {
-        target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if hasattr(target, "id")
-    }
+    check("prefix-claims.md", "tests/engine", least=26)
 
 
 def load(name: str) -> Any:
