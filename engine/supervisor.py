@@ -48,6 +48,7 @@ STEADY_S = 60.0  # a process that was ready for this long starts the backoff afr
 LOADING_DEATHS = 3  # deaths before Ready in a row that are final: what kills it while loading will kill it again
 STOP_S = 35.0  # time to end after SIGTERM; the prefix cache gives its disk writer 30 s of it
 HANG_S = 300.0  # a step lasts seconds; after this long without a word while work is there, it will not end
+SOON_S = 1.0  # a signal to the whole process group ends the worker before the API process has begun to stop
 EXIT_S = 1.0  # a process that crashed is gone this soon after its socket; then its end can be told in the error
 
 
@@ -150,6 +151,8 @@ class Supervisor:
             started = time.monotonic()
             self._killed = ""
             how = await self._one_process()
+            if how == describe_exit(0):  # somebody stopped it; most often all of us, by a signal to the whole group
+                await self._stopped_within(SOON_S)
             if self.state.phase == "failed" or self._stopping.is_set():
                 return
             was_ready = self.state.ready
@@ -169,9 +172,13 @@ class Supervisor:
                 restarts=self.state.restarts + 1,
             )
             self._fail_all(502, "engine_restarted", f"the engine {how} and is being restarted: retry in a moment")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait)
+            if await self._stopped_within(wait):
                 return
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
 
     async def _one_process(self) -> str:
         """Run one worker from start to end and say how it ended."""

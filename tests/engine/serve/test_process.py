@@ -48,6 +48,19 @@ def text(messages: list) -> list[int]:
     return [t for m in messages if isinstance(m, Tokens) for t in m.tokens]
 
 
+async def test_a_signal_to_the_whole_group_is_no_crash(caplog) -> None:
+    async with engine() as supervisor:
+        stream = asyncio.create_task(collect(supervisor.generate(generate("a", [1, 2, 3], 8))))
+        os.kill(supervisor.state.pid, signal.SIGTERM)  # the worker got it first
+        await supervisor._process.wait()
+        for _ in range(50):  # turns of the loop in which a supervisor without patience starts another one
+            await asyncio.sleep(0)
+        await supervisor.stop()
+        assert supervisor.state.restarts == 0 and "started again" not in caplog.text
+        messages = await stream
+        assert isinstance(messages[-1], Done) or messages[-1].status == 503
+
+
 async def test_requests_stream_side_by_side_and_equal_those_alone(shared) -> None:
     prompts = [[n % VOCAB] * (n * 37 + 1) for n in range(8)]
     streams = [shared.generate(generate(str(n), p, 20)) for n, p in enumerate(prompts)]
