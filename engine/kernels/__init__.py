@@ -1,1 +1,1 @@
-"""One `Ops` interface (`ops`), several implementations: `reference` (torch fp32, the truth), `cpu` (native), `cuda`."""
+"""One `Ops` interface (`ops`), two implementations: `reference` (torch fp32, the truth) and `cpu` (native)."""

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 Progress = Callable[[float, str], None]  # fraction 0..1, stage
 ROUTED = (".moe.gate_up", ".moe.down")  # ends of the canonical names of routed experts
 WORKSPACE = 256 << 20  # bytes kept free beside the weights: interpreter, torch, activations of one step
-
 MAPPED_BYTES = 256 << 20  # of the file, read and resident beside their copy, before they are let go of
 
 

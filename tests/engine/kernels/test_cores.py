@@ -121,3 +121,39 @@ def test_a_thread_that_wakes_at_once_keeps_its_policy_and_its_nice_value() -> No
     thread.join()
     ((known, before, after),) = seen
     assert isinstance(known, bool) and before == after
+
+
+SLICES = """
+import ctypes, json, os, struct, sys, time, torch
+from pathlib import Path
+from engine import _native
+from engine.cores import SLICE_NS, wake_at_once
+def slice_of(thread):
+    data = ctypes.create_string_buffer(64)
+    number = {"x86_64": 315, "aarch64": 275}[os.uname().machine]  # sched_getattr
+    ctypes.CDLL(None).syscall(number, thread, data, 56, 0)
+    return struct.unpack_from("=IIQiIQ", data)[5]
+def threads():
+    return {int(t.name) for t in Path("/proc/self/task").iterdir()}
+torch.set_num_threads(1)
+before = threads()
+ops = _native.Ops(2, "", [])
+ops.linear(torch.empty(1, 512), torch.ones(1, 256), torch.ones(512, 256, dtype=torch.bfloat16), "", None)
+workers = threads() - before
+wake_at_once()
+until = time.monotonic() + 30  # a thread asks when it first runs, and the machine may be busy
+while slice_of(0) == SLICE_NS and {slice_of(t) for t in workers} != {SLICE_NS} and time.monotonic() < until:
+    time.sleep(0.01)
+print(json.dumps([[slice_of(t) for t in workers], slice_of(0) == SLICE_NS, SLICE_NS]))
+"""
+
+
+def test_threads_of_the_pool_work_in_short_slices_where_the_kernel_knows_them() -> None:
+    pytest.importorskip("engine._native")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", SLICES], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert run.returncode == 0, run.stderr
+    found, known, short = json.loads(run.stdout)
+    if not known:
+        pytest.skip("this kernel has no slices of a thread's own")
+    assert found == [short]
