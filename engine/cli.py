@@ -26,6 +26,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     help="Moorage's engine: runs one model on this machine and answers OpenAI-style HTTP on the loopback interface.",
 )
+MORE_MEMORY = "raise its limit (ulimit -v) or give it a machine with more"
 MODELS_HELP = "A Hugging Face directory (config.json, *.safetensors, tokenizer.json) or a GGUF file."
 
 
@@ -248,8 +249,17 @@ def main() -> None:
     try:
         cli(standalone_mode=True, prog_name="moorage engine")
     except UserError as e:
-        print(f"moorage: {e}", file=sys.stderr)
-        sys.exit(1)
+        problem = str(e)
+    except MemoryError:
+        problem = f"this process may not have the memory that it needs; {MORE_MEMORY}"
+    except ImportError as e:
+        if "failed to map" not in str(e):
+            raise
+        problem = f"a library does not fit into the memory that this process may have ({e}); {MORE_MEMORY}"
+    else:
+        return
+    print(f"moorage: {problem}", file=sys.stderr)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

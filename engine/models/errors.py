@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 
 class ModelError(Exception):
     """A model that cannot be loaded. The message is one line: what is wrong and what to do about it."""
+
+
+def unreadable(path: Path, error: object) -> ModelError:
+    """What to tell about a file that a reader of its format gave up on."""
+    cause = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return ModelError(f"{path} cannot be mapped ({cause}); raise this process's limit of address space (ulimit -v)")
+    return ModelError(f"{path} is truncated or corrupt ({cause}); download it again")

@@ -15,7 +15,7 @@ import torch
 
 from engine.kernels.ops import Quant, Weight
 from engine.models.config import Config
-from engine.models.errors import ModelError
+from engine.models.errors import ModelError, unreadable
 from engine.models.families import build_spec
 from engine.models.names import Piece, ba_rows, place, qkvz_rows, split, unpaired_rows, untiled_rows
 from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
@@ -216,7 +216,7 @@ class GgufCheckpoint:
         size = self._path.stat().st_size
         for tensor in self._reader.tensors:
             if tensor.data_offset + tensor.n_bytes > size:
-                raise _corrupt(self._path, f"tensor '{tensor.name}' ends beyond the end of the file")
+                raise unreadable(self._path, f"tensor '{tensor.name}' ends beyond the end of the file")
 
 
 class _Reader(gguf.GGUFReader):
@@ -249,7 +249,7 @@ def _open(path: Path) -> gguf.GGUFReader:
     try:
         return _Reader(path, "c")  # a private mapping: torch warns about read-only memory
     except Exception as error:  # the reader trusts the file: a torn one raises whatever numpy stumbles over
-        raise _corrupt(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _config(reader, arch: str, traits: Architecture, tensors: dict, path: Path) -> dict[str, object]:
@@ -300,7 +300,3 @@ def _text(reader, key: str, path: Path) -> str:
 def _each_mixer(spec: ModelSpec, kind: type, change: Callable) -> ModelSpec:
     layers = (replace(x, mixer=change(x.mixer)) if isinstance(x.mixer, kind) else x for x in spec.layers)
     return replace(spec, layers=tuple(layers))
-
-
-def _corrupt(path: Path, error: object) -> ModelError:
-    return ModelError(f"{path} is truncated or corrupt ({' '.join(str(error).split())}); download it again")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from engine.kernels.ops import Weight
 from engine.models import scaled
 from engine.models.config import Config
-from engine.models.errors import ModelError
+from engine.models.errors import ModelError, unreadable
 from engine.models.families import build_spec, family_of
 from engine.models.names import Piece, place, split
 from engine.models.scaled import Scaled
@@ -73,7 +73,7 @@ class SafetensorsCheckpoint:
                 self._open[shard] = self._stack.enter_context(safe_open(self._directory / shard, framework="pt"))
             return self._open[shard].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise _corrupt(self._directory / shard, error) from error
+            raise unreadable(self._directory / shard, error) from error
 
     def release(self) -> None:
         """Unmap what was read, so that weights copied out of the files are not resident twice."""
@@ -203,8 +203,4 @@ def _tensors(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
             slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (safe_open is no mapping)
             return [(name, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()]
     except (SafetensorError, OSError) as error:
-        raise _corrupt(path, error) from error
-
-
-def _corrupt(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"{path} is truncated or corrupt ({' '.join(str(error).split())}); download it again")
+        raise unreadable(path, error) from error

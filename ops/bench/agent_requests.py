@@ -106,6 +106,11 @@ def main() -> None:
     if size(history) <= most or len(ends) < 5:
         raise SystemExit(f"agent_requests: {args.session} is too short for {args.tokens} tokens")
     turns = [history[:n] for n in ends if size(history[:n]) >= most * 0.75]
+    if not turns or not any(m["role"] == "tool" for m in turns[-1]):
+        least = f"{0.75 * args.tokens:.0f}"
+        raise SystemExit(
+            f"agent_requests: no turn with a tool's result ends between {least} and {args.tokens} tokens; try other --tokens"
+        )
     later = next(n for n in asks(history) if n > ends[-1])
     files = {
         "live": [*turns, edited(turns[-1]), [*edited(turns[-1]), *history[ends[-1] : later]]],

@@ -1,6 +1,7 @@
 """ops/bench: the arithmetic of the tables. Nothing is timed here."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -205,3 +206,31 @@ def test_a_dropped_file_is_read_whole(load, tmp_path) -> None:
     (tmp_path / "b" / "c").write_bytes(b"x")
     assert bench.files_of(tmp_path) == [tmp_path / "a", tmp_path / "b" / "c"]
     assert bench.read_rate(tmp_path / "a") > 0
+
+
+def session(turns: int, text: str) -> str:
+    """A recorded session: each turn one tool call, its result, an answer."""
+    said = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    for n in range(turns):
+        call = {"type": "toolCall", "id": f"c{n}", "name": "read", "arguments": {"path": "a"}}
+        said += [
+            {"role": "assistant", "content": [call]},
+            {"role": "toolResult", "toolCallId": f"c{n}", "content": [{"type": "text", "text": text}]},
+        ]
+    return "".join(json.dumps({"type": "message", "message": m}) + "\n" for m in said)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 600, 900, 2000, 100_000])
+def test_a_session_gives_requests_or_one_line(load, tmp_path, monkeypatch, tokens) -> None:
+    (tmp_path / "s.jsonl").write_text(session(12, "x" * 400))
+    requests = load("agent_requests")
+    monkeypatch.setattr(
+        sys, "argv", ["agent_requests", str(tmp_path / "s.jsonl"), str(tmp_path / "out"), "--tokens", str(tokens)]
+    )
+    try:
+        requests.main()
+    except SystemExit as problem:
+        assert str(problem).startswith("agent_requests: ") and "\n" not in str(problem)
+        return
+    live = [json.loads(line) for line in (tmp_path / "out.live.jsonl").read_text().splitlines()]
+    assert len(live) >= 3 and any(m["content"] == requests.PLACEHOLDER for m in live[-1]["messages"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -298,3 +303,19 @@ def test_no_gguf_metadata_ends_in_a_traceback(kind, tmp_path) -> None:
             except Exception as error:
                 raise AssertionError(f"{key}={value!r}: {type(error).__name__}: {error}") from error
     assert refusals > 30
+
+
+@pytest.mark.parametrize("reader", ["engine.models.gguf", "engine.models.safetensors"])
+def test_a_file_that_cannot_be_mapped_is_not_called_corrupt(reader) -> None:
+    said = str(importlib.import_module(reader).unreadable(Path("model"), OSError(errno.ENOMEM, "Cannot allocate memory")))
+    assert "ulimit -v" in said and "corrupt" not in said
+
+
+def test_a_command_without_the_memory_it_needs_says_so_in_one_line(tmp_path) -> None:
+    """300 MB of address space hold Python and typer, never torch."""
+    (tmp_path / "model.gguf").write_bytes(b"")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))  # noqa: E731
+    command = [sys.executable, "-m", "engine.cli", "plan", str(tmp_path / "model.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("moorage: ") and "ulimit -v" in done.stderr
+    assert done.stderr.count("\n") == 1
