@@ -1,6 +1,6 @@
 // The operations of `engine/kernels/ops.py` over plain pointers: cut into tasks here, computed by one ISA's kernels.
 //
-// Inputs are already checked (module.cpp). Methods may be called from several threads; one runs at a time.
+// Inputs are already checked (tensors.h). Methods may be called from several threads; one runs at a time.
 #pragma once
 #include "kernels/kernels.h"
 #include "pool.h"

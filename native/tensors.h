@@ -1,0 +1,160 @@
+// Reading torch tensors that Python hands in, and every check of them: a bad argument is a ValueError here.
+//
+// Tensors are read through four attributes (dtype, shape, is_contiguous, data_ptr): no torch headers, and a tenth of the cost
+// of a DLPack round trip, which matters at a hundred calls a token.
+#pragma once
+#include "ops.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <string>
+
+namespace nb = nanobind;
+
+[[noreturn]] inline void fail(const std::string& text) { throw nb::value_error(text.c_str()); }
+
+struct DType {
+    const char* name; // torch's
+    int size;
+};
+constexpr DType DTYPES[] = {{"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"uint8", 1}, {"int32", 4}};
+enum { F32, F16, BF16, U8, I32, DTYPE_COUNT };
+inline PyObject* dtypes[DTYPE_COUNT]; // torch's singletons, held for the life of the process
+
+struct Tensor {
+    uint8_t* data;
+    int dtype, dims;
+    int64_t shape[5];
+    const char* name;
+
+    int64_t size() const {
+        int64_t n = 1;
+        for (int i = 0; i < dims; i++) n *= shape[i];
+        return n;
+    }
+    float* f() const { return (float*)data; }
+    int32_t* i() const { return (int32_t*)data; }
+};
+
+inline std::string shape_text(const Tensor& t) {
+    std::string s = "[";
+    for (int i = 0; i < t.dims; i++) s += (i ? ", " : "") + std::to_string(t.shape[i]);
+    return s + "]";
+}
+
+inline Tensor any_tensor(nb::handle h, const char* name) {
+    static PyObject *const n_dtype = PyUnicode_InternFromString("dtype"), *const n_shape = PyUnicode_InternFromString("shape"),
+                     *const n_cpu = PyUnicode_InternFromString("is_cpu"), *const n_ptr = PyUnicode_InternFromString("data_ptr"),
+                     *const n_cont = PyUnicode_InternFromString("is_contiguous");
+    auto get = [&](PyObject* attr) {
+        nb::object o = nb::steal(PyObject_GetAttr(h.ptr(), attr));
+        if (!o.is_valid()) {
+            PyErr_Clear();
+            fail(std::string(name) + ": expected a torch tensor");
+        }
+        return o;
+    };
+    auto call = [&](PyObject* attr) {
+        nb::object o = nb::steal(PyObject_CallMethodNoArgs(h.ptr(), attr));
+        if (!o.is_valid()) throw nb::python_error();
+        return o;
+    };
+    Tensor t{};
+    t.name = name;
+    nb::object dtype = get(n_dtype), shape = get(n_shape);
+    for (t.dtype = 0; t.dtype < DTYPE_COUNT && dtypes[t.dtype] != dtype.ptr();) t.dtype++;
+    if (t.dtype == DTYPE_COUNT) fail(std::string(name) + ": dtype " + nb::str(dtype).c_str() + " has no kernel");
+    if (get(n_cpu).ptr() != Py_True) fail(std::string(name) + ": tensor is not in CPU memory");
+    if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > 5) fail(std::string(name) + ": more than 5 dimensions");
+    t.dims = (int)PyTuple_GET_SIZE(shape.ptr());
+    for (int i = 0; i < t.dims; i++) t.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
+    if (call(n_cont).ptr() != Py_True) fail(std::string(name) + ": tensor is not contiguous");
+    t.data = (uint8_t*)PyLong_AsVoidPtr(call(n_ptr).ptr());
+    if (!t.data && t.size()) fail(std::string(name) + ": tensor has no memory");
+    return t;
+}
+
+// A tensor of one dtype and shape; -1 in `shape` is any size.
+inline Tensor tensor(nb::handle h, const char* name, int dtype, std::initializer_list<int64_t> shape) {
+    Tensor t = any_tensor(h, name);
+    bool same = t.dims == (int)shape.size();
+    int i = 0;
+    for (int64_t n : shape) same = same && (n < 0 || n == t.shape[i]), i++;
+    if (t.dtype != dtype || !same) {
+        Tensor want{};
+        want.dims = 0;
+        for (int64_t n : shape) want.shape[want.dims++] = n;
+        fail(std::string(name) + ": expected " + DTYPES[dtype].name + " " + shape_text(want) + ", got " + DTYPES[t.dtype].name + " " +
+             shape_text(t));
+    }
+    return t;
+}
+
+inline Format format_of(const std::string& name) {
+    for (int i = 0; i < (int)Format::COUNT; i++)
+        if (name == FORMATS[i].name) return (Format)i;
+    fail("weight type " + name + " has no kernel");
+}
+
+// A weight [..., rows, cols]: a float tensor when `type` is empty, else uint8 blocks [..., rows, row_bytes] of a ggml type.
+inline Matrix matrix(nb::handle h, const char* name, const std::string& type, int dims, int64_t cols, int64_t* lead = nullptr) {
+    const Tensor t = any_tensor(h, name);
+    if (t.dims != dims) fail(std::string(name) + ": expected " + std::to_string(dims) + " dimensions, got " + shape_text(t));
+    Matrix m{};
+    if (type.empty()) {
+        if (t.dtype > BF16) fail(std::string(name) + ": " + DTYPES[t.dtype].name + " weights need a block type");
+        m.format = t.dtype == F32 ? Format::F32 : t.dtype == F16 ? Format::F16 : Format::BF16;
+    } else {
+        m.format = format_of(type);
+        if (t.dtype != U8) fail(std::string(name) + ": blocks of " + type + " must be uint8");
+    }
+    m.data = t.data, m.rows = t.shape[dims - 2], m.cols = cols;
+    if (cols <= 0 || cols % info(m.format).elements)
+        fail(std::string(name) + ": " + std::to_string(cols) + " columns are no multiple of a " + info(m.format).name + " block");
+    m.stride = row_bytes(m.format, cols);
+    if (t.shape[dims - 1] * DTYPES[t.dtype].size != m.stride)
+        fail(std::string(name) + ": rows of " + shape_text(t) + " do not hold " + std::to_string(cols) + " columns");
+    if (lead) *lead = t.shape[0];
+    return m;
+}
+
+inline int act_of(const std::string& act) {
+    if (act == "silu") return 0;
+    if (act == "gelu_tanh") return 1;
+    if (act == "sigmoid") return 2;
+    fail("activation " + act + " has no kernel");
+}
+
+inline void in_range(const Tensor& t, int64_t limit) {
+    for (int64_t i = 0; i < t.size(); i++)
+        if (t.i()[i] < 0 || t.i()[i] >= limit)
+            fail(std::string(t.name) + ": " + std::to_string(t.i()[i]) + " is not in 0.." + std::to_string(limit - 1));
+}
+
+// Rows of sequence s are cu[s]..cu[s+1]; they must tile [0, rows).
+inline void check_segments(const Tensor& cu, int64_t rows) {
+    const int64_t n = cu.shape[0] - 1;
+    if (n < 0 || cu.i()[0] != 0 || cu.i()[n] != rows) fail("cu: must run from 0 to the number of rows, " + std::to_string(rows));
+    for (int64_t s = 0; s < n; s++)
+        if (cu.i()[s] > cu.i()[s + 1]) fail("cu: must not fall");
+}
+
+inline void check_pages(const Tensor& cu, const Tensor& start, const Tensor& pages, int64_t held, int window) {
+    for (int64_t s = 0; s < start.shape[0]; s++) {
+        const int64_t from = start.i()[s], len = cu.i()[s + 1] - cu.i()[s], width = pages.shape[1];
+        if (!len) continue;
+        if (from < 0 || (from + len + PAGE - 1) / PAGE > width) fail("pages: the table of sequence " + std::to_string(s) + " is too short");
+        const int64_t oldest = window && from + 1 > window ? from + 1 - window : 0;
+        for (int64_t p = oldest / PAGE; p * PAGE < from + len; p++) {
+            const int32_t page = pages.i()[s * width + p];
+            if (page < 0 || page >= held)
+                fail("pages: sequence " + std::to_string(s) + " names page " + std::to_string(page) + " of " + std::to_string(held));
+        }
+    }
+}
+
+using release = nb::gil_scoped_release;
+using H = nb::handle;
+
+void bind_attention(nb::class_<Ops>& ops); // module_attention.cpp
