@@ -25,8 +25,13 @@ class Call:
     def __init__(self, owner: TieredExperts, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         self._owner, self._layer = owner, layer
         self._x, self._ids, self._weights = x, ids, weights
-        self._flat = ids.numpy().reshape(-1)  # numpy: a tenth of torch's time on so little
-        self._bank = owner.pool.bank(layer)
+        self._device = owner.device
+        if owner.device.apart and owner.tier.mode != "offload":
+            host_ids, self._host_x = owner.device.to_host(ids, x)  # the processor computes some of its rows
+        else:
+            (host_ids,), self._host_x = owner.device.to_host(ids), x
+        self._flat = host_ids.numpy().reshape(-1)  # numpy: a tenth of torch's time on so little
+        self._bank = owner.pool.bank(layer) if owner.host is not None else None  # None: nothing is computed there
         self._first = layer * owner.experts
         self._pinned: list[int] = []
         self._parts: torch.Tensor | None = None  # [T * k, H], once something is computed apart
@@ -87,12 +92,18 @@ class Call:
         return self._sum()
 
     def _branches(self, rest: list[int], hits: list[int], coming: list[int], fetched: int) -> None:
-        """The processor computes the rest from the pool while the link copies, then hits, then what has arrived."""
+        """The processor computes the rest from the pool while the link copies, then hits, then what has arrived.
+
+        A device is given its hits first: it computes them meanwhile.
+        """
         link, rates = self._owner.link, self._owner.rates
+        if self._device.apart:
+            self._compute(hits)
         began, busy, moved = time.perf_counter(), link.busy_s, link.bytes
         self._compute(rest, in_slots=False)
         host_s = time.perf_counter() - began
-        self._compute(hits)
+        if not self._device.apart:
+            self._compute(hits)
         self._compute_coming(coming)
         if rates is not None:
             host_bytes = len(rest) * self._owner.slot_bytes
@@ -128,12 +139,22 @@ class Call:
             lost += failed
             for key in come:
                 del left[key]
-        self._compute(lost, in_slots=False)
+        self._compute_lost(lost)
 
     def _merge(self, hits: Sequence[int], coming: list[int], lost: list[int]) -> torch.Tensor:
         self._compute([*hits, *(k for k in coming if k not in lost)])
-        self._compute(lost, in_slots=False)
+        self._compute_lost(lost)
         return self._sum()
+
+    def _compute_lost(self, keys: list[int]) -> None:
+        """Experts whose copies failed: from the pool, or from a second copy where nothing is computed there."""
+        if keys and self._owner.host is None and self._owner.pool.bank(self._layer) is not None:
+            again = self._owner.fetch(keys)
+            self._pin(again)
+            lost = self._receive(again)
+            self._compute([k for k in again if k not in lost])
+            keys = [k for k in keys if k not in again or k in lost]
+        self._compute(keys, in_slots=False)
 
     def _receive(self, keys: list[int]) -> list[int]:
         """Wait for `keys`; returns those that did not come."""
@@ -155,10 +176,21 @@ class Call:
 
     def _in_slots(self) -> torch.Tensor:
         bank = self._owner.arena.bank
-        return self._owner.ops.moe(self._x, self._ids, self._weights, bank.gate_up, bank.down, bank.act, self._place())
+        (place,) = self._device.to_device(self._place())
+        out = self._owner.ops.moe(self._x, self._ids, self._weights, bank.gate_up, bank.down, bank.act, place)
+        self._reading(np.unique(self._flat) + self._first)
+        return out
+
+    def _reading(self, keys: Sequence[int] | np.ndarray) -> None:
+        """Kernels that read their slots were begun."""
+        if self._device.apart:
+            self._owner.arena.reading(self._owner.slots.where[keys].tolist())
 
     def _in_pool(self) -> torch.Tensor:
         bank = self._bank
+        if self._device.apart:
+            self._compute((np.unique(self._flat) + self._first).tolist(), in_slots=False)
+            return self._sum()
         return self._owner.ops.moe(self._x, self._ids, self._weights, bank.gate_up, bank.down, bank.act)
 
     def _place(self) -> torch.Tensor:
@@ -170,19 +202,26 @@ class Call:
         if not keys:
             return
         if not in_slots and self._bank is None:
-            raise Unreadable(
-                f"{len(keys)} experts of layer {self._layer} could not be read; see the log, and pack the model again"
-            )
+            packed = self._owner.pool.bank(self._layer) is None
+            what, hint = ("read", "pack the model again") if packed else ("copied to the device", "restart the engine")
+            raise Unreadable(f"{len(keys)} experts of layer {self._layer} could not be {what}; see the log, and {hint}")
         wanted = np.zeros(self._owner.experts, bool)
         wanted[[k - self._first for k in keys]] = True
         pairs = np.flatnonzero(wanted[self._flat])
-        bank, place = (self._owner.arena.bank, self._place()) if in_slots else (self._bank, None)
-        rows = self._x.index_select(0, torch.from_numpy(pairs // self._ids.shape[1]))
+        where, rows = torch.from_numpy(pairs), torch.from_numpy(pairs // self._ids.shape[1])
         ids = torch.from_numpy(self._flat[pairs])
         if self._parts is None:
-            self._parts = torch.empty(len(self._flat), self._x.shape[1])
-        out = self._owner.ops.expert_rows(rows, ids, bank.gate_up, bank.down, bank.act, place)
-        self._parts.index_copy_(0, torch.from_numpy(pairs), out)
+            self._parts = self._device.empty((len(self._flat), self._x.shape[1]), self._x.dtype)
+        if in_slots:
+            bank, ops = self._owner.arena.bank, self._owner.ops
+            where, rows, ids, place = self._device.to_device(where, rows, ids, self._place())
+            out = ops.expert_rows(self._x.index_select(0, rows), ids, bank.gate_up, bank.down, bank.act, place)
+            self._reading(keys)
+        else:
+            bank, ops = self._bank, self._owner.host
+            out = ops.expert_rows(self._host_x.index_select(0, rows), ids, bank.gate_up, bank.down, bank.act)
+            where, out = self._device.to_device(where, out)
+        self._parts.index_copy_(0, where, out)
 
     def _sum(self) -> torch.Tensor:
         return self._owner.ops.moe_merge(self._parts.view(*self._ids.shape, -1), self._ids, self._weights)

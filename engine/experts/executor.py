@@ -1,8 +1,8 @@
 """Routed experts over two memories: hits from slots, misses fetched or computed where they lie, results merged exactly.
 
 One control loop for every machine with a fast memory of its own and for the emulated one. `slots` decides who lies where,
-`split` how many misses are fetched, `prefill` whether whole layers are copied ahead, `Link` moves the bytes; the arithmetic is
-`Ops`'. The pool stays the truth: a copy that fails costs time, never an answer.
+`split` how many misses are fetched, `prefill` whether whole layers are copied ahead, `Link` moves the bytes, `streams` is the
+memory of the slots; the arithmetic is `Ops`'. The pool stays the truth: a copy that fails costs time, never an answer.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from typing import Literal
 
 import torch
 
-from engine.experts.arena import Arena
+from engine.experts.arena import Arena, DeviceArena
 from engine.experts.call import Call
 from engine.experts.layers import spans
 from engine.experts.link import CopyFailed, Link, TakenBack
-from engine.experts.pool import Pool, data_of
+from engine.experts.pool import Pool
 from engine.experts.predict import Guesses, Predictor
 from engine.experts.prefill import Prefill
 from engine.experts.rates import Watched
 from engine.experts.slots import Slots
 from engine.experts.split import Rates, best_split
+from engine.experts.streams import HERE, Device
 from engine.kernels.ops import Ops
 from engine.protocol import log_line
 
 log = logging.getLogger(__name__)
 
 PRELOAD = 32  # experts asked for at once: keeps every reader busy
+COPIES = 2  # to a device, given to it at once: the next begins when one ends, not when a thread has woken up
 
 Mode = Literal["offload", "hybrid", "host"]
 
@@ -60,17 +62,33 @@ class _Last:
 
 
 class TieredExperts:
-    """`nn.experts.Experts` over an arena of slots. One thread calls it; the link has its own."""
+    """`nn.experts.Experts` over an arena of slots. One thread calls it; the link has its own.
 
-    def __init__(self, pool: Pool, ops: Ops, tier: Tier, predictor: Predictor | None = None) -> None:
+    Slots lie in `device`'s memory, where `ops` computes. `host` computes what stays in host memory; it must have `ops`'
+    arithmetic, else answers would depend on what lay where. None on a device: nothing is computed there, all misses are fetched.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        ops: Ops,
+        tier: Tier,
+        predictor: Predictor | None = None,
+        device: Device = HERE,
+        host: Ops | None = None,
+    ) -> None:
         if tier.mode == "hybrid" and tier.rates is None:
             raise ValueError("hybrid needs measured rates: run `moorage engine bench bw`")
-        self.pool, self.ops, self.tier = pool, ops, tier
+        self.pool, self.ops, self.tier, self.device = pool, ops, tier, device
+        self.host = host if device.apart else ops
+        if self.host is None and (tier.mode != "offload" or not tier.slots):
+            raise ValueError(f"{tier.mode} with {tier.slots} slots computes in host memory, for which there are no kernels")
         self.experts = pool.experts
-        self.arena = Arena(pool, tier.slots)
+        self.arena = DeviceArena(pool, tier.slots, device) if device.apart else Arena(pool, tier.slots)
         self.slots = Slots(tier.slots, pool.layers, self.experts, tier.policy)
         check = self.arena.check if pool.bank(0) is None else None  # memory keeps what was written
-        self.link = Link(lambda *piece: self.arena.put(*piece), tier.link_rate, tier.workers, pool.parts, check)
+        workers = max(tier.workers, COPIES) if device.apart else tier.workers
+        self.link = Link(lambda *piece: self.arena.put(*piece), tier.link_rate, workers, pool.parts, check)
         self.coming: set[int] = set()  # submitted to the link, not landed
         self.slot_bytes = pool.expert_bytes
         self._prefill = Prefill()
@@ -95,7 +113,7 @@ class TieredExperts:
     @property
     def on_device(self) -> bool:
         """Whether slots lie in the memory of a device of its own; an emulated one is host memory."""
-        return data_of(self.arena.bank.gate_up).device.type != "cpu"
+        return self.device.apart
 
     @property
     def placed(self) -> str:
@@ -250,10 +268,20 @@ class TieredExperts:
     def resize(self, slots: int) -> None:
         """Change the number of slots between steps; the best experts stay. Raises MemoryError with everything as it was.
 
-        No change needs memory for two of them: slots stay where they are, and what goes returns to the system at once.
+        In host memory no change needs memory for two of them: slots stay where they are, and what goes returns to the system at
+        once. On a device what lay in them is lost where both do not fit for a moment.
         """
         self.settle()
-        capacity = self.slots.capacity
+        capacity, emptied = self.slots.capacity, self.arena.emptied
+        try:
+            self._resize(slots, capacity)
+        finally:
+            if self.arena.emptied != emptied:
+                self.counts["emptied"] += 1
+                self.slots.drop(self.slots.resident)
+        self.counts["resized"] += 1
+
+    def _resize(self, slots: int, capacity: int) -> None:
         if slots > capacity:
             self.arena.resize(slots)
         before = {key: int(self.slots.where[key]) for key in self.slots.resident}
@@ -268,7 +296,6 @@ class TieredExperts:
             if slots > capacity:
                 self.arena.resize(capacity)
             raise
-        self.counts["resized"] += 1
 
     def evict(self, keys: Iterable[int]) -> None:
         self.settle()

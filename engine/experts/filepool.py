@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, read_index
-from engine.experts.pool import data_of
+from engine.experts.pool import Piece, Stage, data_of
 from engine.hostmem import huge
 from engine.kernels.ops import Quant, Weight
 from engine.nn.experts import Bank
@@ -82,6 +82,9 @@ class Pack:
                 raise OSError(f"{self.path}: expert {expert} of layer {layer} is damaged; pack the model again")
             self._verified[key] = True
 
+    def verified(self, layer: int, expert: int) -> bool:
+        return bool(self._verified[layer * self.experts + expert])
+
     def buffer(self, size: int) -> memoryview:
         """Page-aligned memory of this thread, overwritten by its next read; for a piece at most."""
         if not hasattr(self._local, "buffer"):
@@ -127,6 +130,20 @@ class FilePool:
         layer, expert = divmod(key, self.experts)
         padding = memoryview(bytes(self._kind.record - self._kind.bytes))
         self._pack.check(self.numbers[layer], expert, [*self._rows(to).between(slot, 0, self._kind.record), padding])
+
+    def verified(self, key: int) -> bool:
+        layer, expert = divmod(key, self.experts)
+        return self._pack.verified(self.numbers[layer], expert)
+
+    def pieces(self, key: int, part: int, stage: Stage) -> list[Piece]:
+        layer, expert = divmod(key, self.experts)
+        record, own = self._kind.record, self._kind.gate_up.bytes
+        begin, end = part * PIECE, min(record, (part + 1) * PIECE)
+        buffer = stage(end - begin)
+        self._pack.read(self.numbers[layer], expert, record, begin, [memoryview(buffer.numpy())])
+        borders = ((0, 0, own), (1, own, self._kind.bytes))  # matrix, its first byte in the record, the one behind it
+        cuts = ((i, at, max(begin, at), min(end, behind)) for i, at, behind in borders)
+        return [(i, low - at, buffer[low - begin : high - begin]) for i, at, low, high in cuts if low < high]
 
     def _rows(self, bank: Bank) -> _Rows:
         """Kept for the bank of the last read: there is one of a pool, and a read has no time to lose."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,6 +12,9 @@ import torch
 from engine.hostmem import give_back, lazy, prefer_huge_pages
 from engine.kernels.ops import Quant, Weight
 from engine.nn.experts import Bank
+
+Stage = Callable[[int], torch.Tensor]  # bytes -> page-locked memory for so many
+Piece = tuple[int, int, torch.Tensor]  # of gate_up (0) or down (1), from this byte on: these bytes
 
 
 class Pool(Protocol):
@@ -30,6 +33,15 @@ class Pool(Protocol):
 
     def check(self, key: int, to: Bank, slot: int) -> None:
         """All pieces of `key` are in row `slot` of `to`. Raises OSError if they are not what they should be."""
+
+    def verified(self, key: int) -> bool:
+        """Whether `check` has nothing to look at any more."""
+
+    def pieces(self, key: int, part: int, stage: Stage) -> list[Piece]:
+        """A piece of expert `key` for a device that copies by itself: where it lies in host memory, or read into `stage`'s.
+
+        Raises OSError.
+        """
 
 
 def read_whole(pool: Pool, key: int, to: Bank, slot: int) -> int:
@@ -60,6 +72,13 @@ class HostPool:
 
     def check(self, key: int, to: Bank, slot: int) -> None:
         """Memory keeps what was written."""
+
+    def verified(self, key: int) -> bool:
+        return True
+
+    def pieces(self, key: int, part: int, stage: Stage) -> list[Piece]:
+        bank, row = self._banks[key // self.experts], key % self.experts
+        return [(i, 0, data_of(w)[row].view(torch.uint8).view(-1)) for i, w in enumerate((bank.gate_up, bank.down))]
 
 
 def data_of(weight: Weight) -> torch.Tensor:

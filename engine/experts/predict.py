@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from engine.experts.streams import HERE, Device
 from engine.kernels.ops import Ops, Weight
 
 ROWS = 8  # more tokens touch most experts of a layer anyway
@@ -24,13 +25,13 @@ class Predictor(Protocol):
 class NextRouter:
     """`routers` [E, H], one for each layer that has experts."""
 
-    def __init__(self, routers: Sequence[Weight], ops: Ops) -> None:
-        self._routers, self._ops = routers, ops
+    def __init__(self, routers: Sequence[Weight], ops: Ops, device: Device = HERE) -> None:
+        self._routers, self._ops, self._device = routers, ops, device
 
     def predict(self, layer: int, x: torch.Tensor, top_k: int) -> list[int]:
         if layer + 1 >= len(self._routers) or len(x) > ROWS:
             return []
-        scores = self._ops.linear(x, self._routers[layer + 1])
+        (scores,) = self._device.to_host(self._ops.linear(x, self._routers[layer + 1]))
         best = scores.topk(min(top_k, scores.shape[1]))
         # by rank first: the second choice of every row is likelier than anybody's third
         return list(dict.fromkeys(best.indices.T.reshape(-1).tolist()))

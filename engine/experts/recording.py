@@ -20,7 +20,7 @@ class Recording:
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._recorder is not None:
-            self._recorder.add(layer, ids)
+            self._recorder.add(layer, ids.cpu())
         return self.inner.run(layer, x, ids, weights)
 
     def start(self) -> dict[str, object]:
