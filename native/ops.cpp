@@ -94,10 +94,11 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
     for (auto& e : groups.expert) e = place ? place[e] : e; // the order of the sums is settled: from here only where they lie counts
     const int64_t count = groups.count(), inter = down.cols;
     std::vector<int64_t> up_at(count), down_at(count), block_group, block_number;
+    const bool alone = n == 1 && count == k; // one row: its panel serves every expert
     size_t up_bytes = 0, down_bytes = 0;
     for (int64_t g = 0; g < count; g++) {
         up_at[g] = (int64_t)up_bytes, down_at[g] = (int64_t)down_bytes;
-        up_bytes += aligned(kernels_.panel_bytes(groups.size(g), up.cols));
+        if (!alone || g + 1 == count) up_bytes += aligned(kernels_.panel_bytes(groups.size(g), up.cols));
         down_bytes += aligned(kernels_.panel_bytes(groups.size(g), inter));
         for (int64_t b = 0; b * BLOCK < groups.size(g); b++) block_group.push_back(g), block_number.push_back(b);
     }
@@ -110,9 +111,18 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
 
     const int64_t blocks = (int64_t)block_group.size();
-    pool_.run(blocks, [&](int64_t i, int) {
+    uint8_t* packed = nullptr; // all rows, where packing them for every expert anew would cost more than copying
+    if (!alone && k > 1 && kernels_.packs_once(up.format)) {
+        packed = (uint8_t*)pool_.shared(TABLES, kernels_.panel_bytes(n, up.cols));
+        pool_.run(ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(packed, up.format, n, up.cols, b, x, nullptr); });
+    }
+    pool_.run(alone ? 1 : blocks, [&](int64_t i, int) {
         const int64_t g = block_group[i];
-        kernels_.pack(panel + up_at[g], up.format, groups.size(g), up.cols, block_number[i], x, groups.token.data() + groups.offset[g]);
+        const int32_t* rows = groups.token.data() + groups.offset[g];
+        if (packed)
+            kernels_.gather(panel + up_at[g], groups.size(g), up.cols, block_number[i], packed, n, rows);
+        else
+            kernels_.pack(panel + up_at[g], up.format, groups.size(g), up.cols, block_number[i], x, rows);
     });
     const int64_t up_tasks = ceil_div(inter, WEIGHT_ROWS);
     pool_.run(count * up_tasks, [&](int64_t task, int thread) {

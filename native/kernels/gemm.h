@@ -247,7 +247,7 @@ void gemm(const Matrix& m, int64_t r0, int nr, const void* panel, int64_t rows, 
     Scratch& s = *(Scratch*)scratch;
     bool done = false;
 #if defined(MOORAGE_INTEGERS)
-    done = with_integers(m.format, [&]<class C>() { integer_products<C>(m, r0, nr, (const XStep*)panel + at * steps_of(m.cols), n, next, s.c); });
+    done = with_integers(m.format, [&]<class C>() { integer_products<C>(m, r0, nr, (const XStep*)panel + at, rows, n, next, s.c); });
 #endif
     if (!done) products(m, r0, nr, (const float*)panel, rows, at, n, next, s);
     for (int64_t t = 0; t < n; t += BLOCK) sink(t, (int)(n - t < BLOCK ? n - t : BLOCK), (const float*)s.c + t * BLOCK);

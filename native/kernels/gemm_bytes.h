@@ -24,26 +24,40 @@ struct alignas(32) XStep {
     };
 };
 
-// Whole numbers below 2^BITS and the scale of 32 values.
-template <int BITS> inline float whole_numbers(const float* x, int32_t* to) {
+// 256 values as whole numbers below 2^BITS, and a scale for 32 of them.
+template <int BITS> inline void whole_numbers(const float* x, int32_t* to, float* scale) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    __m256i most8 = _mm256_setzero_si256(); // bits of magnitudes order as the magnitudes do, NaN above infinity
-    for (int i = 0; i < 32; i += 8) most8 = _mm256_max_epu32(most8, _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(x + i)), magnitude));
-    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(most8), _mm256_extracti128_si256(most8, 1));
-    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e)), m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1));
-    const int exponent = (int)((uint32_t)_mm_cvtsi128_si32(m) >> 23);
-    if (exponent == 255) { // not finite: so is every product
-        memset(to, 0, 32 * sizeof *to);
-        return __builtin_nanf("");
+    __m256i m[8]; // bits of magnitudes order as the magnitudes do, NaN above infinity
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++) {
+        m[g] = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(x + 32 * g)), magnitude);
+        for (int i = 8; i < 32; i += 8)
+            m[g] = _mm256_max_epu32(m[g], _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(x + 32 * g + i)), magnitude));
     }
-    const int above = BITS - 1 + 127 - exponent, e = above < 126 ? above : 126; // 2^(BITS - 1) <= most 2^e < 2^BITS
-    const __m256 up = _mm256_set1_ps(bits_float((uint32_t)(e + 127) << 23));
+    const auto pair = [](__m256i a, __m256i b) { return _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)); };
+    const auto four = [&](const __m256i* a) {
+        const __m256i b = pair(a[0], a[1]), c = pair(a[2], a[3]);
+        return _mm256_max_epu32(_mm256_unpacklo_epi64(b, c), _mm256_unpackhi_epi64(b, c));
+    };
+    const __m256i low = four(m), high = four(m + 4);
+    const __m256i most = _mm256_max_epu32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)); // a lane a group
+    const __m256i exponent = _mm256_srli_epi32(most, 23), bias = _mm256_set1_epi32(127);
+    // 2^(BITS - 1) <= most 2^e < 2^BITS
+    const __m256i e = _mm256_min_epi32(_mm256_sub_epi32(_mm256_set1_epi32(BITS - 1 + 127), exponent), _mm256_set1_epi32(126));
+    alignas(32) float up[8];
+    _mm256_store_si256((__m256i*)up, _mm256_slli_epi32(_mm256_add_epi32(bias, e), 23));
+    _mm256_storeu_si256((__m256i*)scale, _mm256_slli_epi32(_mm256_sub_epi32(bias, e), 23));
     const __m256i top = _mm256_set1_epi32((1 << BITS) - 1), bottom = _mm256_set1_epi32(1 - (1 << BITS)); // the last half would round up to it
-    for (int i = 0; i < 32; i += 8) {
-        const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), up));
-        _mm256_storeu_si256((__m256i*)(to + i), _mm256_max_epi32(_mm256_min_epi32(whole, top), bottom));
+    for (int i = 0; i < STEP; i += 8) {
+        const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_broadcast_ss(up + i / 32)));
+        _mm256_store_si256((__m256i*)(to + i), _mm256_max_epi32(_mm256_min_epi32(whole, top), bottom));
     }
-    return bits_float((uint32_t)(127 - e) << 23);
+    const int odd = _mm256_movemask_ps((__m256)_mm256_cmpeq_epi32(exponent, _mm256_set1_epi32(255)));
+    for (int g = 0; __builtin_expect(odd != 0, 0) && g < 8; g++)
+        if (odd >> g & 1) { // not finite: so is every product
+            memset(to + 32 * g, 0, 32 * sizeof *to);
+            scale[g] = __builtin_nanf("");
+        }
 }
 
 // Where the four weights of every dword of the vectors of numbers begin, in dwords.
@@ -56,32 +70,42 @@ template <class C> struct Order {
 };
 template <class C> inline constexpr Order<C> ORDER;
 
+// Digit 0, 1, 2 of eight whole numbers, highest first.
+template <int D> inline void digits_of(__m256i c, __m256i* digit) {
+    const __m256i half = _mm256_set1_epi32(1 << (D - 1));
+    const __m256i b = _mm256_srai_epi32(_mm256_add_epi32(c, half), D), a = _mm256_srai_epi32(_mm256_add_epi32(b, half), D);
+    digit[0] = a, digit[1] = _mm256_sub_epi32(b, _mm256_slli_epi32(a, D)), digit[2] = _mm256_sub_epi32(c, _mm256_slli_epi32(b, D));
+}
+
 template <class C> void pack_step(const float* x, XStep& to) {
-    constexpr int D = C::DIGIT, HALF = 1 << (D - 1);
+    constexpr int D = C::DIGIT, VECTORS = 8 / C::PARTS;
     alignas(32) int32_t number[STEP];
-    alignas(32) int8_t digit[3][STEP];
     float scale[8];
-    for (int g = 0; g < 8; g++) scale[g] = whole_numbers<3 * D - (D == 8 ? 3 : 1)>(x + 32 * g, number + 32 * g);
-    for (int k = 0; k < STEP; k++) {
-        const int32_t c = number[k], b = (c + HALF) >> D, a = (b + HALF) >> D;
-        digit[0][k] = (int8_t)a, digit[1][k] = (int8_t)(b - (a << D)), digit[2][k] = (int8_t)(c - (b << D));
-    }
-    for (int d = 0; d < 3; d++)
-        for (int v = 0; v < 8; v++)
-            for (int lane = 0; lane < 8; lane++) memcpy(to.digits[d][v] + 4 * lane, digit[d] + 4 * ORDER<C>.at[v][lane], 4);
-    int32_t fours[STEP / 4]; // sums of X
-    for (int k = 0; k < STEP; k += 4) fours[k / 4] = number[k] + number[k + 1] + number[k + 2] + number[k + 3];
-    for (int p = 0; p < C::PARTS; p++)
-        for (int lane = 0; lane < 8; lane++) {
-            constexpr int VECTORS = 8 / C::PARTS;
-            int32_t sum = 0;
-            for (int v = p * VECTORS; v < (p + 1) * VECTORS; v++) sum += fours[ORDER<C>.at[v][lane]];
-            to.scale[p][lane] = scale[ORDER<C>.at[p * VECTORS][lane] / 8];
-            if (C::PLUS)
-                to.sum[p][lane] = (float)sum * to.scale[p][lane];
-            else
-                to.offset[p][lane] = (int32_t)((uint32_t)sum * C::OFFSET);
+    whole_numbers<3 * D - (D == 8 ? 3 : 1)>(x, number, scale);
+    __m256i sums[4];
+    for (int v = 0; v < 8; v++) {
+        __m256i digit[4][3]; // lanes i and i + 4, which packing brings together
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const auto fours = [&](int lane) { return _mm_load_si128((const __m128i*)(number + 4 * ORDER<C>.at[v][lane])); };
+            const __m256i both = _mm256_set_m128i(fours(i + 4), fours(i));
+            digits_of<D>(both, digit[i]);
+            sums[i] = v % VECTORS ? _mm256_add_epi32(sums[i], both) : both;
         }
+#pragma GCC unroll 3
+        for (int d = 0; d < 3; d++) {
+            const __m256i low = _mm256_packs_epi32(digit[0][d], digit[1][d]), high = _mm256_packs_epi32(digit[2][d], digit[3][d]);
+            _mm256_store_si256((__m256i*)to.digits[d][v], _mm256_packs_epi16(low, high));
+        }
+        if (v % VECTORS < VECTORS - 1) continue;
+        const int part = v / VECTORS;
+        const __m256i sum = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3])); // of X
+        for (int lane = 0; lane < 8; lane++) to.scale[part][lane] = scale[ORDER<C>.at[v][lane] / 8];
+        if (C::PLUS)
+            _mm256_store_ps(to.sum[part], _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_load_ps(to.scale[part])));
+        else
+            _mm256_store_si256((__m256i*)to.offset[part], _mm256_mullo_epi32(sum, _mm256_set1_epi32(C::OFFSET)));
+    }
 }
 
 template <class C> void pack_integers(XStep* to, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
@@ -103,6 +127,7 @@ inline __attribute__((always_inline)) __m256 part_sum(const __m256i (&numbers)[8
             for (int v = v0; v < v0 + C::ADDED; v++) {
                 const __m256i pairs = _mm256_maddubs_epi16(numbers[v], _mm256_load_si256((const __m256i*)x.digits[d][part * VECTORS + v]));
                 words = v == v0 ? pairs : _mm256_add_epi16(words, pairs);
+                if (C::PARTS == 1) __asm__("" : "+x"(words)); // one after the other: gcc would add in a tree and spill numbers for it
             }
             const __m256i fours = _mm256_madd_epi16(words, d ? one : up);
             sum = d == 0 && v0 == 0 ? fours : _mm256_add_epi32(sum, fours);
@@ -154,7 +179,7 @@ template <int BYTES> inline __attribute__((always_inline)) void fetch(const uint
 
 // One row of x against rows [r0, r0 + nr).
 template <class C>
-__attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, const XStep* x, const uint8_t* next, float* c) {
+__attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
     const int64_t steps = steps_of(m.cols);
     const Steps<C> in(m);
     alignas(32) uint8_t last[C::BYTES];
@@ -170,13 +195,14 @@ __attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, cons
                 fetch<C::BYTES>(line, i);
                 const uint8_t* b = in.at(row[i], s, last);
                 in_order(); // x comes from memory for every row: kept in registers it would be spilled
+                const XStep& step = x[s * rows];
                 Scales<C> scales;
                 C::scales(b, scales);
 #pragma GCC unroll 2
                 for (int part = 0; part < C::PARTS; part++) {
                     __m256i numbers[8 / C::PARTS];
                     numbers_of<C>(b, part, numbers);
-                    acc[i] = plus<C>(scales, x[s], part, _mm256_fmadd_ps(scaled<C>(scales, x[s], part), part_sum<C>(numbers, x[s], part), acc[i]));
+                    acc[i] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[i]));
                 }
             }
         }
@@ -184,10 +210,10 @@ __attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, cons
     }
 }
 
-// n rows of x against rows [r0, r0 + nr): c[t * BLOCK + r].
+// n rows of x, of a panel of `rows`, against rows [r0, r0 + nr): c[t * BLOCK + r].
 template <class C>
-__attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t n, const uint8_t* next, float* c) {
-    if (n == 1) return one_row<C>(m, r0, nr, x, next, c);
+__attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
+    if (n == 1) return one_row<C>(m, r0, nr, x, rows, next, c);
     const int64_t steps = steps_of(m.cols);
     const Steps<C> in(m);
     alignas(32) float acc[ROUND][BLOCK][8];
@@ -210,7 +236,7 @@ __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int
                     __m256i numbers[8 / C::PARTS];
                     numbers_of<C>(b, part, numbers);
                     for (int t = 0; t < round; t++) {
-                        const XStep& step = x[(t0 + t) * steps + s];
+                        const XStep& step = x[s * rows + t0 + t];
                         const __m256 a = _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), _mm256_load_ps(acc[t][r]));
                         _mm256_store_ps(acc[t][r], plus<C>(scales, step, part, a));
                     }

@@ -110,7 +110,7 @@ template <class C> inline __attribute__((always_inline)) void add_step(const __m
 
 // n rows of x against rows [r0, r0 + nr): c[t * BLOCK + r].
 template <class C>
-__attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t n, const uint8_t* next, float* c) {
+__attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
     constexpr int PAIRS = UNIT / 2;
     const int64_t steps = steps_of(m.cols), whole = m.cols / STEP, rest = m.stride - whole * C::BYTES;
     const int lead = m.stride < 1024 ? 2 * UNIT : UNIT; // rows ahead that are fetched: a memory latency is 200 ns, 16 rows of Q4_0 350 at least
@@ -140,7 +140,7 @@ __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int
                     __m512i w[2][4];
                     C::numbers(at[0], w[0]), C::numbers(at[1], w[1]);
                     const typename C::Scales scales(at[0], at[1]);
-                    for (int t = 0; t < round; t++) add_step<C>(w, scales, x[(t0 + t) * steps + s], acc[t][pair]);
+                    for (int t = 0; t < round; t++) add_step<C>(w, scales, x[s * rows + t0 + t], acc[t][pair]);
                 }
             for (int t = 0; t < round; t++)
                 for (int pair = 0; pair < PAIRS && r + 2 * pair < nr; pair++) { // a row past nr writes where nobody reads

@@ -85,6 +85,9 @@ struct Kernels {
 
     size_t (*panel_bytes)(int64_t rows, int64_t cols);
     void (*pack)(void* panel, Format, int64_t rows, int64_t cols, int64_t block, const float* x, const int32_t* index);
+    // Where packing a row costs much: rows index[i] of a panel of `total` packed rows become rows of another.
+    bool (*packs_once)(Format);
+    void (*gather)(void* panel, int64_t rows, int64_t cols, int64_t block, const void* packed, int64_t total, const int32_t* index);
     size_t (*linear_scratch)(Format, int64_t cols);
     // `next`: the weight rows this thread reads after these (prefetched meanwhile), or null
     void (*linear)(const LinearJob&, int64_t at, int64_t tokens, int64_t row0, int rows, const uint8_t* next, void* scratch);

@@ -90,6 +90,16 @@ void moe_down(const MoeJob& j, int64_t row0, int rows, int64_t tokens, const uin
     }
 }
 
+#if defined(MOORAGE_INTEGERS)
+bool packs_once(Format format) { return with_integers(format, []<class C>() {}); }
+void gather(void* panel, int64_t rows, int64_t cols, int64_t block, const void* packed, int64_t total, const int32_t* index) {
+    gather_steps((XStep*)panel, rows, cols, block, (const XStep*)packed, total, index);
+}
+#else
+bool packs_once(Format) { return false; }
+void gather(void*, int64_t, int64_t, int64_t, const void*, int64_t, const int32_t*) {}
+#endif
+
 float read(const uint8_t* p, int64_t bytes) {
     F acc[4] = {zero(), zero(), zero(), zero()};
     int64_t i = 0;
@@ -107,7 +117,7 @@ void fill_linear(Kernels& k) {
     k.dequant = read_row;
 #endif
     k.read = read;
-    k.panel_bytes = panel_bytes, k.pack = pack;
+    k.panel_bytes = panel_bytes, k.pack = pack, k.packs_once = packs_once, k.gather = gather;
     k.linear_scratch = gemm_scratch, k.linear = linear;
     k.moe_scratch = moe_scratch, k.moe_up = moe_up, k.moe_down = moe_down;
 }
