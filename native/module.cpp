@@ -154,17 +154,19 @@ void gate_mul(Ops& ops, H out_, H gate_, H up_, const std::string& act) {
     ops.gate_mul(gate.f(), up.f(), a, out.f(), gate.size());
 }
 
-void route(Ops& ops, H ids_, H weights_, H logits_, H bias_, bool sigmoid, bool renorm, float scale, int groups, int top_groups) {
+void route(Ops& ops, H ids_, H weights_, H logits_, H bias_, bool sigmoid, bool renorm, float scale, int groups, int top_groups,
+           int group_best) {
     const Tensor logits = tensor(logits_, "logits", F32, {-1, -1}), ids = tensor(ids_, "ids", I32, {logits.shape[0], -1});
     const Tensor weights = tensor(weights_, "weights", F32, {logits.shape[0], ids.shape[1]});
     const int64_t experts = logits.shape[1];
     if (groups < 1 || groups > MAX_GROUPS || experts % groups || (groups > 1 && experts < 2 * groups))
         fail("groups: must divide the experts into groups of two or more, at most " + std::to_string(MAX_GROUPS));
     if (top_groups < 1 || top_groups > groups) fail("top_groups: must be in 1.." + std::to_string(groups));
+    if (group_best < 1 || group_best > 2) fail("group_best: must be 1 or 2");
     if (ids.shape[1] > experts / groups * top_groups) fail("ids: more experts wanted than there are");
     const float* bias = bias_.is_none() ? nullptr : tensor(bias_, "bias", F32, {experts}).f();
     if (!ids.size()) return;
-    const RouteRule rule{(int)experts, (int)ids.shape[1], sigmoid, renorm, scale, groups, top_groups, bias};
+    const RouteRule rule{(int)experts, (int)ids.shape[1], sigmoid, renorm, scale, groups, top_groups, group_best, bias};
     release r;
     ops.route(logits.f(), logits.shape[0], rule, ids.i(), weights.f());
 }
@@ -224,7 +226,7 @@ NB_MODULE(_native, m) {
              nb::arg("k_weight").none(), nb::arg("eps"), nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("interleaved"))
         .def("gate_mul", &gate_mul)
         .def("route", &route, nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("sigmoid"),
-             nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"))
+             nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("group_best"))
         .def("stream_read", &stream_read);
     bind_attention(ops);
 }

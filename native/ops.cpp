@@ -154,14 +154,19 @@ void Ops::moe_merge(const float* parts, const int32_t* ids, const float* weights
 
 void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequences& s) {
     auto held = pool_.hold();
-    const int group = job.heads / job.kv_heads, dim = job.dim, tile = std::max(1, QUERIES / group);
+    const int dim = job.dim;
+    job.values = job.values ? job.values : dim;
+    job.split = 1;
+    while (job.heads % (job.kv_heads * job.split) || job.heads / job.kv_heads / job.split > QUERIES) job.split++;
+    job.group = job.heads / job.kv_heads / job.split;
+    const int group = job.group, groups = job.kv_heads * job.split, tile = std::max(1, QUERIES / group);
     std::vector<AttentionTask> tiles;
     std::vector<int> sequence; // of every row
     for (int i = 0; i < s.n; i++) {
         const int64_t len = s.cu[i + 1] - s.cu[i];
         for (int64_t t = 0; t < len; t++) sequence.push_back(i);
         for (int64_t t = 0; t < len; t += tile)
-            for (int h = 0; h < job.kv_heads; h++) {
+            for (int h = 0; h < groups; h++) {
                 AttentionTask a{s.pages + (int64_t)i * s.width, s.cu[i] + t, s.start[i] + t, (int)std::min<int64_t>(tile, len - t), h};
                 constexpr int64_t SPAN = PAGE * SPAN_PAGES;
                 a.span0 = job.window ? (int)(std::max<int64_t>(0, a.position + 1 - job.window) / SPAN) : 0;
@@ -175,7 +180,7 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
         for (int h = 0; h < job.kv_heads; h++) {
             const int64_t to = ((page * job.kv_heads + h) * PAGE + position % PAGE) * dim, from = (r * job.kv_heads + h) * dim;
             kernels_.write_kv(k + from, job.k + to, dim);
-            kernels_.write_kv(v + from, job.v + to, dim);
+            if (v) kernels_.write_kv(v + from, job.v + to, dim);
         }
     });
 
@@ -183,7 +188,7 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
     // Few tiles over a long context (decode): one task a span. Many tiles: one task a tile, longest first.
     std::vector<AttentionTask> tasks;
-    const int64_t stride = (int64_t)tile * group * (dim + 2);
+    const int64_t stride = (int64_t)tile * group * (job.values + 2);
     std::vector<int64_t> first;
     int64_t spans = 0;
     for (auto& t : tiles) first.push_back(spans), spans += t.span1 - t.span0;
@@ -206,6 +211,27 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
             const AttentionTask& t = tiles[i];
             kernels_.attention_merge(job, t, tasks[first[i]].partial, stride, t.span1 - t.span0);
         });
+}
+
+void Ops::heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out) {
+    auto held = pool_.hold();
+    const size_t panel = aligned(kernels_.panel_bytes(n, w.cols)), scratch = kernels_.linear_scratch(w.format, w.cols);
+    uint8_t* panels = (uint8_t*)pool_.shared(PANEL, heads * panel);
+    for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
+    std::vector<int32_t> row(n * heads); // of head h: its row of every token
+    for (int64_t i = 0; i < n * heads; i++) row[i] = (int32_t)(i % n * heads + i / n);
+    const int64_t blocks = ceil_div(n, BLOCK), row_tasks = ceil_div(w.rows, WEIGHT_ROWS), each = ceil_div(n, TOKENS) * row_tasks;
+    pool_.run(heads * blocks, [&](int64_t i, int) {
+        kernels_.pack(panels + i / blocks * panel, w.format, n, w.cols, i % blocks, x, row.data() + i / blocks * n);
+    });
+    pool_.run(heads * each, [&](int64_t task, int thread) {
+        const int64_t h = task / each, r = task % row_tasks * WEIGHT_ROWS, t = task % each / row_tasks * TOKENS;
+        const int count = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
+        const Matrix m{w.format, w.data + h * w.rows * w.stride, w.rows, w.cols, w.stride};
+        const LinearJob job{m, panels + h * panel, n, nullptr, out + h * w.rows, heads * w.rows};
+        const uint8_t* next = r + count < w.rows || h + 1 < heads ? m.data + (r + count) * w.stride : nullptr;
+        kernels_.linear(job, t, std::min<int64_t>(TOKENS, n - t), r, count, next, pool_.local(thread, 0, scratch));
+    });
 }
 
 void Ops::delta_net(DeltaJob job, int64_t tokens) {

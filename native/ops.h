@@ -25,7 +25,10 @@ public:
              const Matrix& up, const Matrix& down, int act, float* out);
     // parts [n, k, width] of a token's experts -> their weighted sum, bit for bit what `moe` makes of them
     void moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out);
+    // v null: values are part of the keys, see AttentionJob
     void attention(AttentionJob job, const float* k, const float* v, const Sequences& s);
+    // a matrix for each head: x [n, heads, w.cols] -> out [n, heads, w.rows]; w is that of head 0, the others follow it
+    void heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out);
     void delta_net(DeltaJob job, int64_t tokens);
     void rms_norm(const float* x, const float* w, float eps, bool plus_one, float* out, int64_t rows, int64_t n);
     void gated_norm(const float* x, const float* z, const float* w, float eps, float* out, int64_t rows, int64_t n);

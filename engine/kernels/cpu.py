@@ -13,7 +13,7 @@ from engine.cores import own_cores, physical_cores
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
 
-ABI = 3  # of the module these calls are written for (native/cpu.h)
+ABI = 4  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
@@ -119,6 +119,19 @@ class CpuOps:
         self._ops.attention(out, q, k, v, kv.k, kv.v, seg.cu, seg.start, seg.pages, scale, window or 0)
         return out
 
+    def heads_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        data, kind = _stored(weight)
+        out = torch.empty(*x.shape[:2], data.shape[1])
+        self._ops.heads_linear(out, x.contiguous(), data, kind)
+        return out
+
+    def latent_attention(
+        self, q: torch.Tensor, latent: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, rank: int
+    ) -> torch.Tensor:
+        out = torch.empty(*q.shape[:2], rank)
+        self._ops.latent_attention(out, q.contiguous(), latent.contiguous(), kv.k, seg.cu, seg.start, seg.pages, scale)
+        return out
+
     def delta_net(
         self,
         qkv: torch.Tensor,
@@ -150,7 +163,7 @@ class CpuOps:
     def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.empty(logits.shape[0], spec.top_k, dtype=torch.int32)
         weights = torch.empty(logits.shape[0], spec.top_k)
-        rule = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups)
+        rule = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups, spec.group_best)
         self._ops.route(ids, weights, logits.contiguous(), None if bias is None else _float(bias), *rule)
         return ids, weights
 

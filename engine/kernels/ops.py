@@ -54,10 +54,17 @@ class Segments:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Paged keys and values of one attention layer: `[pages, Hkv, PAGE, D]`, float32 or bfloat16."""
+    """Paged keys and values of one attention layer: `[pages, Hkv, PAGE, D]`, float32 or bfloat16.
+
+    Latent attention has no `v`: `k` is `[pages, 1, PAGE, R + Dr]`, and the first R of a row are its value.
+    """
 
     k: torch.Tensor
-    v: torch.Tensor
+    v: torch.Tensor | None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.k,) if self.v is None else (self.k, self.v)
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,16 @@ class Ops(Protocol):
         window: int | None,
     ) -> torch.Tensor:
         """Write k, v [T, Hkv, D] into their pages, then causal attention of q [T, Hq, D] over the pages -> [T, Hq, D]."""
+
+    def heads_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """A matrix for each head: x [T, heads, K], weight [heads, N, K] -> [T, heads, N]."""
+
+    def latent_attention(
+        self, q: torch.Tensor, latent: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, rank: int
+    ) -> torch.Tensor:
+        """Write latent [T, R + Dr] into its pages, then causal attention of q [T, Hq, R + Dr] over them; a key's value is its
+        first `rank` = R elements -> [T, Hq, R].
+        """
 
     def delta_net(
         self,

@@ -119,11 +119,29 @@ class ReferenceOps:
         out = torch.empty_like(q)
         for rows, start, pages, _ in _sequences(seg):
             end = start + len(q[rows])
-            _write_pages(kv, pages, start, k[rows], v[rows])
+            _write_pages(kv.k, pages, start, k[rows])
+            _write_pages(kv.v, pages, start, v[rows])
             keys, values = _read_pages(kv.k, pages, end), _read_pages(kv.v, pages, end)  # [Hkv, L, D]
             for row, position in enumerate(range(start, end), rows.start):
                 first = max(0, position + 1 - window) if window else 0
                 out[row] = _attend(q[row], keys[:, first : position + 1], values[:, first : position + 1], scale)
+        return out
+
+    def heads_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.linear(x[:, head], matrix) for head, matrix in enumerate(weight)], 1)
+
+    def latent_attention(
+        self, q: torch.Tensor, latent: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, rank: int
+    ) -> torch.Tensor:
+        """DeepSeek-V2 (arXiv 2405.04434), section 2.1, the products that make keys and values of the latent absorbed."""
+        out = torch.empty(*q.shape[:2], rank)
+        for rows, start, pages, _ in _sequences(seg):
+            end = start + len(q[rows])
+            _write_pages(kv.k, pages, start, latent[rows, None])
+            keys = _read_pages(kv.k, pages, end)  # [1, L, R + Dr]
+            for row, position in enumerate(range(start, end), rows.start):
+                seen = keys[:, : position + 1]
+                out[row] = _attend(q[row], seen, seen[..., :rank], scale)
         return out
 
     def delta_net(
@@ -157,7 +175,7 @@ class ReferenceOps:
         choice = scores if bias is None else scores + bias
         if spec.groups > 1:
             grouped = choice.unflatten(1, (spec.groups, -1))  # [T, G, E / G]
-            left_out = _ranked(grouped.topk(2).values.sum(-1))[:, spec.top_groups :]
+            left_out = _ranked(grouped.topk(spec.group_best).values.sum(-1))[:, spec.top_groups :]
             choice = grouped.scatter(1, left_out[..., None].expand(-1, -1, grouped.shape[2]), -torch.inf).flatten(1)
         ids = _ranked(choice)[:, : spec.top_k]
         weights = scores.gather(1, ids)
@@ -229,12 +247,10 @@ def _sequences(seg: Segments):
         yield slice(cu[i], cu[i + 1]), start, seg.pages[i].long(), slot
 
 
-def _write_pages(kv: KVLayer, pages: torch.Tensor, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    position = torch.arange(start, start + len(k))
-    size = kv.k.shape[2]
-    page, offset = pages[position // size], position % size
-    kv.k[page, :, offset] = k.to(kv.k.dtype)
-    kv.v[page, :, offset] = v.to(kv.v.dtype)
+def _write_pages(cache: torch.Tensor, pages: torch.Tensor, start: int, new: torch.Tensor) -> None:
+    position = torch.arange(start, start + len(new))
+    size = cache.shape[2]
+    cache[pages[position // size], :, position % size] = new.to(cache.dtype)
 
 
 def _read_pages(cache: torch.Tensor, pages: torch.Tensor, end: int) -> torch.Tensor:
@@ -249,7 +265,7 @@ def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: fl
     heads, dim = q.shape
     grouped = q.view(len(keys), -1, dim)  # [Hkv, G, D]: query heads sharing a key head stand together
     scores = torch.softmax(grouped @ keys.transpose(1, 2) * scale, dim=-1)
-    return (scores @ values).view(heads, dim)
+    return (scores @ values).view(heads, -1)
 
 
 def _causal_conv(x: torch.Tensor, weight: torch.Tensor, past: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@
 
 namespace MOORAGE_ISA {
 
-constexpr int KEYS = 16; // of a page, that are widened together: with the queries of a decode step they stay in L1
+constexpr int KEYS = 16; // of a page, that are widened together, at most: with two queries they stay in L1
+constexpr int KEY_ELEMENTS = 4096;
 
 static int whole(int dim) { return (dim + 15) / 16 * 16; }
 
@@ -108,30 +109,31 @@ static float weigh(float* score, Fold& f) {
 // One page into the running softmax of Q queries that see the same keys [first, last) of it. `next`: the keys that are read after it,
 // or null; only the first queries of a page have it.
 template <int Q>
-static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, int ld, int first, int last, const uint16_t* next, Fold* f) {
+static void attend_page(const float* q, const uint16_t* k, const uint16_t* v, int ld, int width, int first, int last, const uint16_t* next,
+                        Fold* f) {
     float score[Q][PAGE], keep[Q];
     for (int m = 0; m < Q; m++)
         for (int i = 0; i < PAGE; i++) score[m][i] = -INFINITY;
-    score_page<Q>(q, k, ld, first, last, next ? v : nullptr, score);
+    score_page<Q>(q, k, ld, first, last, next && v != k ? v : nullptr, score);
     for (int m = 0; m < Q; m++) keep[m] = weigh(score[m], f[m]);
     int d = 0;
-    for (; d + 16 * SIDE <= ld; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, next, f);
-    for (; d < ld; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, next, f);
+    for (; d + 16 * SIDE <= width; d += 16 * SIDE) add_values<Q, SIDE>(score, keep, v, ld, first, last, d, next, f);
+    for (; d < width; d += 16) add_values<Q, 1>(score, keep, v, ld, first, last, d, next, f);
 }
 
 // All queries of a task; those of one token see the same keys.
 static void attend_queries(const AttentionJob& j, const AttentionTask& t, const float* q, const uint16_t* k, const uint16_t* v, int64_t page,
                            const uint16_t* next, Fold* f) {
-    const int ld = whole(j.dim), group = j.heads / j.kv_heads;
+    const int ld = whole(j.dim), width = whole(j.values), group = j.group;
     for (int token = 0; token < t.nt; token++) {
         int first, last, i = token * group;
         visible(j, t.position + token, page, first, last);
         if (first >= last) continue;
-        for (; i + SIDE <= (token + 1) * group; i += SIDE, next = nullptr) attend_page<SIDE>(q + i * ld, k, v, ld, first, last, next, f + i);
+        for (; i + SIDE <= (token + 1) * group; i += SIDE, next = nullptr) attend_page<SIDE>(q + i * ld, k, v, ld, width, first, last, next, f + i);
         switch ((token + 1) * group - i) {
-        case 3: attend_page<SIDE == 4 ? 3 : 1>(q + i * ld, k, v, ld, first, last, next, f + i); break;
-        case 2: attend_page<2>(q + i * ld, k, v, ld, first, last, next, f + i); break;
-        case 1: attend_page<1>(q + i * ld, k, v, ld, first, last, next, f + i); break;
+        case 3: attend_page<SIDE == 4 ? 3 : 1>(q + i * ld, k, v, ld, width, first, last, next, f + i); break;
+        case 2: attend_page<2>(q + i * ld, k, v, ld, width, first, last, next, f + i); break;
+        case 1: attend_page<1>(q + i * ld, k, v, ld, width, first, last, next, f + i); break;
         default: break;
         }
         next = nullptr;
@@ -149,9 +151,9 @@ static void clear(Fold& f, int ld) {
 
 void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
 #if defined(__AMX_BF16__)
-    if (j.dim % DEPTH == 0) return amx_attention(j, t, scratch); // other head sizes have no whole tiles
+    if (j.dim % DEPTH == 0 && j.values % TILE == 0) return amx_attention(j, t, scratch); // other head sizes have no whole tiles
 #endif
-    const int ld = whole(j.dim), group = j.heads / j.kv_heads, queries = t.nt * group;
+    const int ld = whole(j.dim), width = whole(j.values), queries = t.nt * j.group;
     float* at = (float*)scratch;
     auto take = [&](int64_t n) { float* p = at; at += n * ld; return p; };
     uint16_t *k_copy = (uint16_t*)take(PAGE / 2), *v_copy = (uint16_t*)take(PAGE / 2);
@@ -160,23 +162,23 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
     at += QUERIES * PAGE;
     Fold span[QUERIES], all[QUERIES];
     for (int i = 0; i < queries; i++) {
-        const float* from = j.q + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim;
+        const float* from = j.q + query_row(j, t, i) * j.dim;
         for (int d = 0; d < ld; d++) q[i * ld + d] = d < j.dim ? from[d] * j.scale : 0.0f;
         span[i].values = take(1), all[i].values = take(1);
-        clear(all[i], ld);
+        clear(all[i], width);
     }
     for (int s = t.span0; s < t.span1; s++) {
-        for (int i = 0; i < queries; i++) clear(span[i], ld);
+        for (int i = 0; i < queries; i++) clear(span[i], width);
         for (int64_t page = (int64_t)s * SPAN_PAGES; page < (int64_t)(s + 1) * SPAN_PAGES; page++) {
             int first, last, unused;
             visible(j, t.position, page, first, unused);                // the first query sees furthest back
             visible(j, t.position + t.nt - 1, page, unused, last);      // the last one furthest ahead
             if (last <= first) continue;
-            const auto at = [&](int64_t p) { return ((int64_t)t.pages[p] * j.kv_heads + t.kv_head) * PAGE * j.dim; };
             const bool more = page + 1 < (int64_t)t.span1 * SPAN_PAGES && (page + 1) * PAGE < t.position + t.nt;
-            const int64_t offset = at(page);
-            const uint16_t *k = whole_rows(j.k + offset, last, j.dim, k_copy), *v = whole_rows(j.v + offset, last, j.dim, v_copy);
-            const uint16_t* soon = j.k + (more ? at(page + 1) : offset);
+            const int64_t offset = page_at(j, t, page);
+            const uint16_t* k = whole_rows(j.k + offset, last, j.dim, k_copy);
+            const uint16_t* v = j.v == j.k ? k : whole_rows(j.v + offset, last, j.dim, v_copy);
+            const uint16_t* soon = j.k + (more ? page_at(j, t, page + 1) : offset);
 #if defined(__AVX2__) && !defined(__AVX512F__)
             if (queries >= MANY) {
                 attend_together(j, t, q, k, v, page, soon, widened, scores, span);
@@ -185,31 +187,30 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
 #endif
             attend_queries(j, t, q, k, v, page, soon, span);
         }
-        for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], ld);
+        for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], width);
     }
     for (int i = 0; i < queries; i++) {
         if (t.partial) {
-            float* to = t.partial + i * (int64_t)(j.dim + 2);
+            float* to = t.partial + i * (int64_t)(j.values + 2);
             to[0] = span[i].most, to[1] = span[i].total;
-            memcpy(to + 2, span[i].values, j.dim * sizeof(float));
+            memcpy(to + 2, span[i].values, j.values * sizeof(float));
         } else {
-            finish(all[i], j.out + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim, j.dim);
+            finish(all[i], j.out + query_row(j, t, i) * j.values, j.values);
         }
     }
 }
 
-// partials: [spans][stride floats], each [nt * G][dim + 2] as `attention` leaves them.
+// partials: [spans][stride floats], each [nt * G][values + 2] as `attention` leaves them.
 void attention_merge(const AttentionJob& j, const AttentionTask& t, const float* partials, int64_t stride, int spans) {
-    const int group = j.heads / j.kv_heads;
-    for (int i = 0; i < t.nt * group; i++) {
-        float* out = j.out + ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim;
+    for (int i = 0; i < t.nt * j.group; i++) {
+        float* out = j.out + query_row(j, t, i) * j.values;
         Fold all{-INFINITY, 0, out};
-        memset(out, 0, j.dim * sizeof(float));
+        memset(out, 0, j.values * sizeof(float));
         for (int s = 0; s < spans; s++) {
-            const float* from = partials + s * stride + i * (int64_t)(j.dim + 2);
-            fold(all, Fold{from[0], from[1], const_cast<float*>(from + 2)}, j.dim);
+            const float* from = partials + s * stride + i * (int64_t)(j.values + 2);
+            fold(all, Fold{from[0], from[1], const_cast<float*>(from + 2)}, j.values);
         }
-        finish(all, out, j.dim);
+        finish(all, out, j.values);
     }
 }
 

@@ -44,6 +44,16 @@ inline void finish(const Fold& f, float* out, int dim) {
     for (int d = 0; d < dim; d++) out[d] = f.values[d] * r;
 }
 
+// Rows of query i of a task in q, counted in heads.
+inline int64_t query_row(const AttentionJob& j, const AttentionTask& t, int i) {
+    return (t.row + i / j.group) * j.heads + t.heads * j.group + i % j.group;
+}
+
+// Where page `number` of the pool starts for the KV head of a task.
+inline int64_t page_at(const AttentionJob& j, const AttentionTask& t, int64_t page) {
+    return ((int64_t)t.pages[page] * j.kv_heads + t.heads / j.split) * PAGE * j.dim;
+}
+
 // Keys [first, last) of page `page` that a query at `position` sees, as offsets in the page.
 inline void visible(const AttentionJob& j, int64_t position, int64_t page, int& first, int& last) {
     const int64_t from = j.window ? position + 1 - j.window : 0, base = page * PAGE;

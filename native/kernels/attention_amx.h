@@ -43,12 +43,12 @@ inline void fold(Folds& into, const Folds& from, int dim) {
     }
 }
 
-// Values of a page, [64][dim] bf16 -> [dim][64]; tokens past `valid` are zero. Meanwhile prefetches the page's keys `k` and, when
+// Values of a page, the first of its rows [64][dim] bf16 -> [values][64]; tokens past `valid` are zero. Meanwhile prefetches the page's keys `k` and, when
 // there is one, the values after these, `next`: evenly and in address order (see dequant_tiles.h).
-inline void transpose_values(const uint16_t* v, int valid, int dim, const uint16_t* k, const uint16_t* next, uint16_t* to) {
+inline void transpose_values(const uint16_t* v, int valid, int dim, int values, const uint16_t* k, const uint16_t* next, uint16_t* to) {
     const char *ahead_k = (const char*)k, *ahead_v = (const char*)next;
     for (int t = 0; t < PAGE; t += DEPTH)
-        for (int d = 0; d < dim; d += TILE) {
+        for (int d = 0; d < values; d += TILE) {
             __m512i r[16];
             for (int i = 0; i < 16; i++) {
                 const uint16_t* p = v + (t + 2 * i) * dim + d;
@@ -123,10 +123,10 @@ inline void attend_page_amx(const AttentionJob& j, int64_t page, const uint16_t*
     store_tiles((uint8_t*)scores);
     const __m512 keep = soften(scores, first, last, whole, g.span, p);
     alignas(64) float out[4 * TILE * TILE];
-    for (int d = 0; d < dim; d += 4 * TILE) { // rows past dim are scratch
+    for (int d = 0; d < j.values; d += 4 * TILE) { // rows past them are scratch
         four_products((const uint8_t*)(vt + d * PAGE), TILE * PAGE * 2, PAGE * 2, PAGE / DEPTH, p);
         store_tiles((uint8_t*)out);
-        for (int i = 0; i < 4 * TILE && d + i < dim; i++) {
+        for (int i = 0; i < 4 * TILE && d + i < j.values; i++) {
             float* v = g.span.values + (d + i) * TILE;
             _mm512_store_ps(v, _mm512_fmadd_ps(_mm512_load_ps(v), keep, _mm512_load_ps(out + i * TILE)));
         }
@@ -139,46 +139,45 @@ inline size_t amx_attention_scratch(int dim) {
 }
 
 inline void amx_attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
-    const int dim = j.dim, group = j.heads / j.kv_heads, queries = t.nt * group, groups = (queries + TILE - 1) / TILE;
+    const int dim = j.dim, width = j.values, queries = t.nt * j.group, groups = (queries + TILE - 1) / TILE;
     uint8_t* at = (uint8_t*)scratch;
     auto take = [&](size_t bytes) { uint8_t* p = at; at += bytes; return p; };
     uint16_t* vt = (uint16_t*)take((size_t)(dim + 3 * TILE) * PAGE * 2);
     float *scores = (float*)take(PAGE * TILE * 4), *scaled = (float*)take((size_t)TILE * dim * 4);
     uint8_t* p = take(4 * TILE_BYTES);
-    const auto row = [&](int i) { return ((t.row + i / group) * j.heads + t.kv_head * group + i % group) * j.dim; };
     Lanes lanes[GROUPS];
     for (int g = 0; g < groups; g++) {
         const int n = queries - g * TILE < TILE ? queries - g * TILE : TILE;
         const float* from[TILE];
         alignas(64) int32_t position[TILE];
         for (int i = 0; i < TILE; i++) {
-            position[i] = i < n ? (int32_t)(t.position + (g * TILE + i) / group) : -1;
+            position[i] = i < n ? (int32_t)(t.position + (g * TILE + i) / j.group) : -1;
             from[i] = scaled + i * dim;
-            for (int d = 0; i < n && d < dim; d++) scaled[i * dim + d] = j.q[row(g * TILE + i) + d] * j.scale;
+            for (int d = 0; i < n && d < dim; d++) scaled[i * dim + d] = j.q[query_row(j, t, g * TILE + i) * dim + d] * j.scale;
         }
         uint8_t* q = take((size_t)TILE * dim * 4);
         pack_columns<Order::NATURAL>(q, n, TILE, dim, from);
         lanes[g].q = q, lanes[g].position = _mm512_load_si512(position);
         lanes[g].span.values = (float*)take((size_t)TILE * dim * 4), lanes[g].all.values = (float*)take((size_t)TILE * dim * 4);
-        lanes[g].all.clear(dim);
+        lanes[g].all.clear(width);
     }
     TileConfig config;
     for (int i = 0; i < 8; i++) config.shape(i, TILE);
     config.use();
     for (int s = t.span0; s < t.span1; s++) {
-        for (int g = 0; g < groups; g++) lanes[g].span.clear(dim);
+        for (int g = 0; g < groups; g++) lanes[g].span.clear(width);
         for (int64_t page = (int64_t)s * SPAN_PAGES; page < (int64_t)(s + 1) * SPAN_PAGES; page++) {
             int first, last, unused;
             visible(j, t.position, page, first, unused);
             visible(j, t.position + t.nt - 1, page, unused, last);
             if (last <= first) continue;
-            const int64_t offset = ((int64_t)t.pages[page] * j.kv_heads + t.kv_head) * PAGE * dim;
+            const int64_t offset = page_at(j, t, page);
             const bool more = page * PAGE + PAGE <= t.position + t.nt - 1;
-            const uint16_t* next = more ? j.v + ((int64_t)t.pages[page + 1] * j.kv_heads + t.kv_head) * PAGE * dim : nullptr;
-            transpose_values(j.v + offset, last, dim, j.k + offset, next, vt);
+            const uint16_t* next = more ? j.v + page_at(j, t, page + 1) : nullptr;
+            transpose_values(j.v + offset, last, dim, width, j.k + offset, next, vt);
             for (int g = 0; g < groups; g++) attend_page_amx(j, page, j.k + offset, vt, last, lanes[g], scores, p);
         }
-        for (int g = 0; g < groups && !t.partial; g++) fold(lanes[g].all, lanes[g].span, dim);
+        for (int g = 0; g < groups && !t.partial; g++) fold(lanes[g].all, lanes[g].span, width);
     }
     for (int g = 0; g < groups; g++) {
         const Folds& f = t.partial ? lanes[g].span : lanes[g].all;
@@ -186,10 +185,10 @@ inline void amx_attention(const AttentionJob& j, const AttentionTask& t, void* s
         _mm512_store_ps(most, f.most), _mm512_store_ps(total, f.total);
         for (int i = 0; i < TILE && g * TILE + i < queries; i++) {
             const int64_t q = g * TILE + i;
-            float* to = t.partial ? t.partial + q * (dim + 2) + 2 : j.out + row((int)q);
+            float* to = t.partial ? t.partial + q * (width + 2) + 2 : j.out + query_row(j, t, (int)q) * width;
             if (t.partial) to[-2] = most[i], to[-1] = total[i];
             const float r = t.partial ? 1.0f : 1.0f / total[i];
-            for (int d = 0; d < dim; d++) to[d] = f.values[d * TILE + i] * r;
+            for (int d = 0; d < width; d++) to[d] = f.values[d * TILE + i] * r;
         }
     }
 }

@@ -78,7 +78,7 @@ template <int Q, int W> static void some_values(const float* p, const float* kee
     }
 }
 template <int W> static void page_values(const AttentionJob& j, const AttentionTask& t, const uint16_t* v, int64_t page, const float* scores, const float* keep, int at, Fold* f) {
-    const int ld = whole(j.dim), group = j.heads / j.kv_heads;
+    const int ld = whole(j.dim), group = j.group;
     int low, high, first, last, unused;
     visible(j, t.position, page, low, unused), visible(j, t.position + t.nt - 1, page, unused, high);
     alignas(32) float values[PAGE * 8 * W];
@@ -97,14 +97,16 @@ template <int W> static void page_values(const AttentionJob& j, const AttentionT
 // All queries of a task over one page: as attend_queries.
 static void attend_together(const AttentionJob& j, const AttentionTask& t, const float* q, const uint16_t* k, const uint16_t* v, int64_t page,
                             const uint16_t* next, float* widened, float* scores, Fold* f) {
-    const int ld = whole(j.dim), group = j.heads / j.kv_heads, queries = t.nt * group;
+    const int ld = whole(j.dim), width = whole(j.values), group = j.group, queries = t.nt * group;
+    const int together = KEY_ELEMENTS / ld < KEYS ? KEY_ELEMENTS / ld : KEYS;
+    const uint16_t* read_next = v == k ? nullptr : v;
     int low, high, first, last, unused;
     visible(j, t.position, page, low, unused), visible(j, t.position + t.nt - 1, page, unused, high);
     for (int i = 0; i < queries * PAGE; i += 16) store(scores + i, splat(-INFINITY));
-    for (int k0 = low; k0 < high; k0 += KEYS) {
-        const int some = high - k0 < KEYS ? high - k0 : KEYS;
+    for (int k0 = low; k0 < high; k0 += together) {
+        const int some = high - k0 < together ? high - k0 : together;
         for (int i = 0; i < some; i++) {
-            come_nearer(v, ld, k0 + i);
+            come_nearer(read_next, ld, k0 + i);
             for (int d = 0; d < ld; d += 16) store(widened + i * ld + d, load_bf16(k + (k0 + i) * ld + d));
         }
         for (int token = 0; token < t.nt; token++) {
@@ -122,9 +124,9 @@ static void attend_together(const AttentionJob& j, const AttentionTask& t, const
         visible(j, t.position + token, page, first, last);
         for (int i = token * group; first < last && i < (token + 1) * group; i++) keep[i] = weigh(scores + i * PAGE, f[i]);
     }
-    for (int d = 0, width; d < ld; d += width) {
-        width = ld - d >= 32 ? 32 : 16;
-        for (int i = PAGE * d / ld; i < PAGE * (d + width) / ld; i++) come_nearer(next, ld, i);
-        width == 32 ? page_values<4>(j, t, v, page, scores, keep, d, f) : page_values<2>(j, t, v, page, scores, keep, d, f);
+    for (int d = 0, some; d < width; d += some) {
+        some = width - d >= 32 ? 32 : 16;
+        for (int i = PAGE * d / width; i < PAGE * (d + some) / width; i++) come_nearer(next, ld, i);
+        some == 32 ? page_values<4>(j, t, v, page, scores, keep, d, f) : page_values<2>(j, t, v, page, scores, keep, d, f);
     }
 }

@@ -42,21 +42,24 @@ struct MoeJob {
 
 struct AttentionJob {
     const float* q; // [T, Hq, D]
-    uint16_t *k, *v; // bf16 pages [pages, Hkv, PAGE, D]
-    float* out;      // [T, Hq, D]
+    uint16_t *k, *v; // bf16 pages [pages, Hkv, PAGE, D]; the same ones where a key's first elements are its value (latent attention)
+    float* out;      // [T, Hq, values]
     int heads, kv_heads, dim;
     float scale;
-    int window; // 0 = full
+    int window;    // 0 = full
+    int values = 0; // elements of a value, the first of its row; 0 = dim
+    // Set by Ops::attention: the query heads of one task. A KV head has `split` such groups.
+    int group = 0, split = 1;
 };
 
-// Queries [t0, t0 + nt) of one sequence against spans [span0, span1) of its cache, for one KV head.
+// Queries [t0, t0 + nt) of one sequence against spans [span0, span1) of its cache, for one group of query heads.
 struct AttentionTask {
     const int32_t* pages; // the sequence's page table
     int64_t row;          // row of token t0 in q and out
     int64_t position;     // absolute position of token t0
-    int nt, kv_head;
+    int nt, heads; // tokens; which group of query heads
     int span0 = 0, span1 = 0;
-    float* partial = nullptr; // null: finish into out. Else [nt * G][dim + 2]: max, sum, weighted values of one span
+    float* partial = nullptr; // null: finish into out. Else [nt * G][values + 2]: max, sum, weighted values of one span
 };
 
 struct DeltaJob {
@@ -70,12 +73,12 @@ struct DeltaJob {
     int sequences;
 };
 
-// Who is chosen: the k best of score + bias, among the groups of consecutive experts whose two best sum highest. Weighed by score.
+// Who is chosen: the k best of score + bias, among the best groups of consecutive experts. Weighed by score.
 struct RouteRule {
     int experts, k;
     bool sigmoid, renorm; // score: sigmoid or softmax; weights divided by their sum
     float scale;          // of the weights
-    int groups, top_groups;
+    int groups, top_groups, group_best; // a group ranks by the sum of its two best, or by its best
     const float* bias; // [experts] or null
 };
 

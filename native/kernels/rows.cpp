@@ -73,7 +73,7 @@ static int best_of(const float* x, int n) { // the lowest of equals
     return best;
 }
 
-// Leaves only the experts of the best groups (by the sum of their two best) in the running.
+// Leaves only the experts of the best groups (by their best or the sum of their two best) in the running.
 static void limit_groups(float* choice, const RouteRule& r) {
     const int size = r.experts / r.groups;
     float score[MAX_GROUPS];
@@ -86,7 +86,7 @@ static void limit_groups(float* choice, const RouteRule& r) {
             else if (c > second)
                 second = c;
         }
-        score[g] = ranked(first + second);
+        score[g] = ranked(r.group_best == 1 ? first : first + second);
     }
     for (int i = 0; i < r.top_groups; i++) score[best_of(score, r.groups)] = -INFINITY;
     for (int g = 0; g < r.groups; g++)

@@ -1,9 +1,11 @@
 """Microbenchmark of the native kernels: GB/s of stored weights and GFLOP/s per operation, format and rows, beside a STREAM read.
 
-    python ops/bench/kernels.py [--ops linear,moe,attention,delta,rows] [--formats BF16,Q8_0] [--rows 1,4,16] [--json out.json]
+    python ops/bench/kernels.py [--ops linear,moe,attention,latent,delta,rows] [--formats BF16,Q8_0] [--rows 1,4,16]
+                                [--json out.json]
 
-Shapes are those of Qwen3-30B-A3B. Every number is the median of interleaved rounds; weights rotate through more memory than the
-caches hold, as a decode step's do. Machine noise is real: compare ratios to the STREAM read of the same round.
+Shapes are those of Qwen3-30B-A3B; latent attention has DeepSeek-V2-Lite's and V3's. Every number is the median of interleaved
+rounds; weights rotate through more memory than the caches hold, as a decode step's do. Machine noise is real: compare ratios to
+the STREAM read of the same round.
 """
 
 from __future__ import annotations
@@ -95,6 +97,30 @@ def attention_case(ops: CpuOps, context: int, rows: int):
     return lambda: ops.attention(q, k, k, next(kv), seg, dim**-0.5, None), 2 * context * hkv * dim * 2, flops
 
 
+def latent_case(ops: CpuOps, heads: int, context: int, rows: int):
+    rank, rotated, layers = 512, 64, 6
+    dim, pages = rank + rotated, -(-(context + rows) // 64)
+    kv = turns([KVLayer(torch.zeros(pages, 1, 64, dim, dtype=torch.bfloat16), None) for _ in range(layers)])
+    q, latent = torch.randn(rows, heads, dim), torch.randn(rows, dim)
+    seg = Segments(*(torch.tensor(x, dtype=torch.int32) for x in ([0, rows], [context], [list(range(pages))], [0])))
+    flops = 2 * rows * (context + rows / 2) * heads * (dim + rank)
+    return lambda: ops.latent_attention(q, latent, next(kv), seg, 192**-0.5, rank), context * dim * 2, flops
+
+
+def heads_case(ops: CpuOps, heads: int, rows: int):
+    """The query's product with what makes keys of the latent, and the output's with what makes values: 128 elements a head."""
+    one = heads * 512 * 128 * 2
+    pairs = [(weight("BF16", heads, 512, 128), weight("BF16", heads, 128, 512)) for _ in range(max(2, COLD_BYTES // 2 // one))]
+    choice, q, out = turns(pairs), torch.randn(rows, heads, 128), torch.randn(rows, heads, 512)
+
+    def both() -> None:
+        k_b, v_b = next(choice)
+        ops.heads_linear(q, k_b)
+        ops.heads_linear(out, v_b)
+
+    return both, 2 * one, 4 * rows * heads * 512 * 128
+
+
 def delta_case(ops: CpuOps, rows: int):
     spec = DeltaNetSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_kernel=4)
     c, hv = spec.conv_channels, spec.value_heads
@@ -121,6 +147,10 @@ def cases(ops: CpuOps, args: argparse.Namespace) -> Iterator[tuple[str, Callable
         if "attention" in args.ops:
             for context in (2048, 8192):
                 yield f"attention context={context} rows={rows}", lambda c=context, rows=rows: attention_case(ops, c, rows)
+        if "latent" in args.ops:
+            for heads in (16, 128):
+                yield f"latent heads={heads} context=8192 rows={rows}", lambda h=heads, r=rows: latent_case(ops, h, 8192, r)
+                yield f"latent products heads={heads} rows={rows}", lambda h=heads, r=rows: heads_case(ops, h, r)
         if "delta" in args.ops:
             yield f"delta rows={rows}", lambda rows=rows: delta_case(ops, rows)
         if "rows" in args.ops:
@@ -130,7 +160,7 @@ def cases(ops: CpuOps, args: argparse.Namespace) -> Iterator[tuple[str, Callable
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--ops", type=names, default=["linear", "moe", "attention", "delta", "rows"])
+    parser.add_argument("--ops", type=names, default=["linear", "moe", "attention", "latent", "delta", "rows"])
     parser.add_argument("--formats", type=names, default=["BF16", "Q8_0", "Q4_0", "Q4_K"])
     parser.add_argument("--rows", type=lambda t: [int(x) for x in t.split(",")], default=[1, 4, 16, 128, 512])
     parser.add_argument("--threads", type=int, default=0)

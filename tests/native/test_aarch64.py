@@ -135,3 +135,21 @@ def test_attention(arm, truth, fma, hq: int, hkv: int, dim: int, window: int) ->
         want = ops.attention(q, k, v, kv, seg, 0.125, window or None)
         close(whole, want, 5e-5) if ops is truth else None
         assert ops is truth or same_bits(whole, want)
+
+
+def test_latent_attention(arm, truth, fma) -> None:
+    n, heads, rank, dim, gen = 530, 70, 32, 48, torch.Generator().manual_seed(6)
+    q, latent = torch.randn(n, heads, dim, generator=gen), torch.randn(n, dim, generator=gen).bfloat16().float()
+    weight = torch.randn(heads, 24, rank, generator=gen)
+    whole, steps = arm([(4, [n, step, heads, dim, rank], [q, latent], (n, heads, rank)) for step in (n, 37)])
+    assert same_bits(whole, steps)
+    seg = segments([0, n], [0], [list(range(-(-n // PAGE)))], [0])
+    (product,) = arm([(5, [code_of("F32"), n, heads, 24, rank], [whole, weight.view(torch.uint8)], (n, heads, 24))])
+    close(product, truth.heads_linear(whole, weight), 1e-5)
+    for ops, dtype in ((truth, torch.float32), (fma, torch.bfloat16)):
+        if ops is None:
+            continue
+        want = ops.latent_attention(q, latent, KVLayer(torch.zeros(9, 1, PAGE, dim, dtype=dtype), None), seg, 0.125, rank)
+        close(whole, want, 5e-5)
+        if ops is fma:
+            assert same_bits(whole, want) and same_bits(product, ops.heads_linear(whole, weight))

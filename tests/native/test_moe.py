@@ -1,5 +1,7 @@
 """Routing and routed experts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,6 +36,14 @@ def test_groups_and_bias_choose_but_do_not_weigh(ops, truth, rng, score, experts
     assert all(len(set(row)) <= top for row in (ids // (experts // groups)).tolist())
     if k < experts:
         assert not torch.equal(ids, ops.route(logits, spec)[0]), "the bias decides nothing"
+
+
+def test_groups_rank_by_their_best_expert_where_the_model_says_so(ops, truth, rng) -> None:
+    spec = MoeSpec(64, 4, inter=1, groups=8, top_groups=2, group_best=1)
+    logits = torch.randn(50, 64, generator=rng)
+    ids, want = ops.route(logits, spec)[0], truth.route(logits, spec)[0]
+    assert torch.equal(ids, want) and not torch.equal(ids, ops.route(logits, replace(spec, group_best=2))[0])
+    assert torch.equal(ids[:, 0].long(), logits.argmax(1))
 
 
 def test_negative_scores_and_equal_groups(ops) -> None:

@@ -71,10 +71,38 @@ void attention(Ops& ops) {
     give(out);
 }
 
+// One sequence from position 0, `steps` tokens at a time.
+void latent_attention(Ops& ops) {
+    const int tokens = number(), steps = number(), heads = number(), dim = number(), rank = number();
+    const auto q = take<float>((size_t)tokens * heads * dim), latent = take<float>((size_t)tokens * dim);
+    const int count = (tokens + PAGE - 1) / PAGE;
+    std::vector<uint16_t> held((size_t)count * PAGE * dim);
+    std::vector<int32_t> pages(count);
+    for (int i = 0; i < count; i++) pages[i] = count - 1 - i;
+    std::vector<float> out((size_t)tokens * heads * rank);
+    for (int t = 0; t < tokens; t += steps) {
+        const int32_t n = tokens - t < steps ? tokens - t : steps, cu[2] = {0, n}, start = t;
+        const AttentionJob job{q.data() + (size_t)t * heads * dim, held.data(), held.data(), out.data() + (size_t)t * heads * rank, heads, 1, dim,
+                               0.125f, 0, rank};
+        ops.attention(job, latent.data() + (size_t)t * dim, nullptr, Sequences{cu, &start, pages.data(), nullptr, 1, count});
+    }
+    give(out);
+}
+
+void heads_linear(Ops& ops) {
+    const Format f = (Format)number();
+    const int n = number(), heads = number(), rows = number(), cols = number();
+    const auto x = take<float>((size_t)n * heads * cols);
+    const auto data = take<uint8_t>(heads * rows * row_bytes(f, cols));
+    std::vector<float> out((size_t)n * heads * rows);
+    ops.heads_linear(x.data(), n, heads, matrix(f, data, rows, cols), out.data());
+    give(out);
+}
+
 } // namespace
 
 int main() {
     Ops ops(2, best_isa());
-    void (*const cases[])(Ops&) = {dequantize, linear, moe, attention};
+    void (*const cases[])(Ops&) = {dequantize, linear, moe, attention, latent_attention, heads_linear};
     for (int code; (code = number()) >= 0;) cases[code](ops);
 }
