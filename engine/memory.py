@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
 from engine.nn.batch import PAGE
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,10 @@ class CachePlan:
 
 
 def page_bytes(spec: ModelSpec, kv_dtype: torch.dtype) -> int:
-    """Bytes of one KV page over all attention layers."""
-    heads = sum(m.kv_heads * m.head_dim for m in _mixers(spec) if isinstance(m, AttentionSpec))
-    return 2 * heads * PAGE * kv_dtype.itemsize
+    """Bytes of one KV page over all attention layers: keys and values, or the latent both are made of."""
+    both = sum(2 * m.kv_heads * m.head_dim for m in _mixers(spec) if isinstance(m, AttentionSpec))
+    latent = sum(m.row for m in _mixers(spec) if isinstance(m, LatentSpec))
+    return (both + latent) * PAGE * kv_dtype.itemsize
 
 
 def slot_bytes(spec: ModelSpec) -> int:
@@ -69,7 +70,7 @@ def slot_bytes(spec: ModelSpec) -> int:
     return FLOAT32 * sum(per_layer)
 
 
-def _mixers(spec: ModelSpec) -> list[AttentionSpec | DeltaNetSpec]:
+def _mixers(spec: ModelSpec) -> list[AttentionSpec | LatentSpec | DeltaNetSpec]:
     return [layer.mixer for layer in spec.layers]
 
 

@@ -153,7 +153,7 @@ def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress) -> _Read:
 
 def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tuple[int, ...]]) -> Weight:
     """Copy canonical tensors of one type into fresh memory, one below the other; `parts` are the pieces of each."""
-    first = checkpoint.read(parts[0][0])
+    first = _read(checkpoint, parts[0][0])
     quantized = isinstance(first, Quant)
     width = first.data.shape[-1] if quantized else shape[0][-1]  # bytes of a row of blocks, elements otherwise
     rows = [n[0] for n in shape]
@@ -164,12 +164,18 @@ def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tupl
     read = 0
     for pieces, target in zip(parts, out.split(rows), strict=True):
         for piece in pieces:
-            _copy(checkpoint.read(piece), piece, target)
+            _copy(_read(checkpoint, piece), piece, target)
             read += checkpoint.nbytes(piece.source)
             if read > MAPPED_BYTES:
                 checkpoint.release()
                 read = 0
     return Quant(out, first.type, first.cols) if quantized else out
+
+
+def _read(checkpoint: Checkpoint, piece: Piece) -> Weight:
+    """Blocks run along a row: what is to be turned becomes float32, which loses nothing."""
+    weight = checkpoint.read(piece)
+    return dequantize(weight) if piece.turned and isinstance(weight, Quant) else weight
 
 
 def _copy(read: Weight, piece: Piece, target: torch.Tensor) -> None:
@@ -180,7 +186,11 @@ def _copy(read: Weight, piece: Piece, target: torch.Tensor) -> None:
     if piece.part:
         half = target.shape[-2] // 2
         target = target[..., :half, :] if piece.part == "gate" else target[..., half:, :]
-    target.copy_((data if piece.rows is None else data[list(piece.rows)]).reshape(target.shape))
+    data = data if piece.rows is None else data[list(piece.rows)]
+    if piece.turned:
+        heads, rows, cols = target.shape
+        data = data.reshape(heads, cols, rows).transpose(1, 2)
+    target.copy_(data.reshape(target.shape))
 
 
 def _rows_of(whole: Weight, parts: list[str], rows: list[int]) -> dict[str, Weight]:
@@ -234,6 +244,9 @@ def _check_complete(checkpoint: Checkpoint, path: str | Path) -> None:
 def _piece_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
     if piece.expert is not None:
         shape = shape[1:]
+    if piece.rows is not None and len(shape) == 3:  # heads, cut from one matrix
+        heads, rows, cols = shape
+        return (heads * cols, rows) if piece.turned else (heads * rows, cols)
     return (*shape[:-2], shape[-2] // 2, shape[-1]) if piece.part else shape
 
 
@@ -278,6 +291,9 @@ def _required(checkpoint: Checkpoint, ops: Ops | None) -> int:
         if width is None and _widens(kind, ops):
             wide[kind] += torch.Size(checkpoint.shape(source)).numel()
         total += held_bytes(checkpoint, source, ops)
+    for piece in checkpoint.pieces:
+        if piece.turned and width is None and isinstance(checkpoint.kind(piece.source), str):  # see `_read`
+            total += 4 * len(piece.rows) * checkpoint.shape(piece.source)[-1]
     for kind, elements in wide.items():
         log.warning("no kernel computes on %s: %d million weights are held as float32, 4 bytes each", kind, elements / 1e6)
     return total

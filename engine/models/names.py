@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec, MoeSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec, MoeSpec
 
 _NUMBERED = re.compile(r"(?<=\bexperts\.)\d+|(?<=\blayers\.)\d+|(?<=\bblk\.)\d+")
 
@@ -20,10 +20,12 @@ _NUMBERED = re.compile(r"(?<=\bexperts\.)\d+|(?<=\blayers\.)\d+|(?<=\bblk\.)\d+"
 # joined name -> its parts in row order; those a layer does not have are left out
 JOINED = {
     "attn.in": ("attn.q", "attn.k", "attn.v"),
+    "mla.in": ("mla.q", "mla.q_a", "mla.kv_a"),
     "delta.in": ("delta.qkv", "delta.z", "delta.b", "delta.a"),
     "mlp.in": ("mlp.gate", "mlp.up"),
     "moe.in": ("moe.router", "moe.shared.switch", "moe.shared.gate", "moe.shared.up"),
 }
+TURNED = ("mla.k_b",)  # a checkpoint multiplies the latent by it, we multiply the query by its transpose
 _JOINED_OF = {part: joined for joined, parts in JOINED.items() for part in parts}
 
 
@@ -36,6 +38,7 @@ class Piece:
     expert: int | None = None
     part: str = ""  # "" whole | "gate" first half of the rows | "up" second half
     rows: tuple[int, ...] | None = None  # the rows of the source to take, in this order; None = all as they are
+    turned: bool = False  # the matrices of a stack [heads, N, K], whose rows were taken, are stored as [K, N] each
 
 
 def split(source: str, local: str, table: Mapping[str, Callable], spec: ModelSpec) -> list[Piece]:
@@ -44,7 +47,8 @@ def split(source: str, local: str, table: Mapping[str, Callable], spec: ModelSpe
     rows_of = table.get(_NUMBERED.sub("{L}", local))
     if rows_of is None or int(layer) >= len(spec.layers):
         return []
-    return [Piece(source, f"{layer}.{name}", rows=rows) for name, rows in rows_of(spec.layers[int(layer)].mixer).items()]
+    rows = rows_of(spec.layers[int(layer)].mixer).items()
+    return [Piece(source, f"{layer}.{name}", rows=some, turned=name in TURNED) for name, some in rows]
 
 
 def place(source: str, local: str, table: Mapping[str, str]) -> Piece | None:
@@ -106,6 +110,12 @@ def ba_rows(d: DeltaNetSpec) -> dict[str, tuple[int, ...]]:
     return {"delta.b": b, "delta.a": a}
 
 
+def kv_b_rows(m: LatentSpec) -> dict[str, tuple[int, ...]]:
+    """What makes keys and values out of the latent: for each head the rows of its key, then those of its value."""
+    k, v = grouped_rows(m.heads, (m.nope_dim, m.value_dim))
+    return {"mla.k_b": k, "mla.v_b": v}
+
+
 def untiled_rows(offset: int, key_heads: int, repeat: int, dim: int) -> tuple[int, ...]:
     """Undo the order (repeat, key head) of value heads, `dim` rows each, behind `offset` rows that stay."""
     heads = (r * key_heads + k for k in range(key_heads) for r in range(repeat))
@@ -117,7 +127,7 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden = spec.hidden
     out: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, hidden)}
     for i, layer in enumerate(spec.layers):
-        mixer = _attention(layer.mixer, hidden) if isinstance(layer.mixer, AttentionSpec) else _delta(layer.mixer, hidden)
+        mixer = _MIXERS[type(layer.mixer)](layer.mixer, hidden)
         ffn = _moe(layer.ffn, hidden) if isinstance(layer.ffn, MoeSpec) else _mlp("mlp.", layer.ffn.inter, hidden)
         for name, shape in {"mixer_norm": (hidden,), "ffn_norm": (hidden,), **mixer, **ffn}.items():
             out[f"{i}.{name}"] = shape
@@ -141,6 +151,20 @@ def _attention(a: AttentionSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
+def _latent(m: LatentSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    queries = m.heads * (m.nope_dim + m.rope_dim)
+    out: dict[str, tuple[int, ...]] = {"mla.q": (queries, hidden)}
+    if m.q_rank:
+        out = {"mla.q_a": (m.q_rank, hidden), "mla.q_a_norm": (m.q_rank,), "mla.q_b": (queries, m.q_rank)}
+    return out | {
+        "mla.kv_a": (m.row, hidden),
+        "mla.kv_a_norm": (m.rank,),
+        "mla.k_b": (m.heads, m.rank, m.nope_dim),
+        "mla.v_b": (m.heads, m.value_dim, m.rank),
+        "mla.o": (hidden, m.heads * m.value_dim),
+    }
+
+
 def _delta(d: DeltaNetSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     values = d.value_heads * d.value_dim
     return {
@@ -154,6 +178,9 @@ def _delta(d: DeltaNetSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         "delta.norm": (d.value_dim,),
         "delta.o": (hidden, values),
     }
+
+
+_MIXERS = {AttentionSpec: _attention, LatentSpec: _latent, DeltaNetSpec: _delta}
 
 
 def _mlp(prefix: str, inter: int, hidden: int) -> dict[str, tuple[int, ...]]:

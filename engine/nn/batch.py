@@ -9,7 +9,7 @@ import torch
 
 from engine.hostmem import lazy
 from engine.kernels.ops import KVLayer, Segments, StateLayer
-from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
 
 PAGE = 64  # tokens a KV page holds: small enough that a copied tail is cheap, large enough that tables stay short
 
@@ -46,6 +46,8 @@ def allocate_cache(spec: ModelSpec, pages: int, slots: int, kv_dtype: torch.dtyp
         if isinstance(mixer, AttentionSpec):
             shape = (pages, mixer.kv_heads, PAGE, mixer.head_dim)
             kv[-1] = KVLayer(_zeros(shape, kv_dtype), _zeros(shape, kv_dtype))
+        elif isinstance(mixer, LatentSpec):
+            kv[-1] = KVLayer(_zeros((pages, 1, PAGE, mixer.row), kv_dtype), None)
         elif isinstance(mixer, DeltaNetSpec):
             conv = _zeros((slots, mixer.conv_channels, mixer.conv_kernel - 1), torch.float32)
             states[-1] = StateLayer(conv, _zeros((slots, mixer.value_heads, mixer.key_dim, mixer.value_dim), torch.float32))

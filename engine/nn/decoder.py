@@ -8,9 +8,10 @@ from functools import partial
 import torch
 
 from engine.kernels.ops import KVLayer, Ops, Segments, StateLayer, Weight
-from engine.models.spec import AttentionSpec, DeltaNetSpec, LayerSpec, ModelSpec, MoeSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from engine.nn.batch import Batch, Cache
 from engine.nn.experts import Experts, InPlace, expert_banks
+from engine.nn.latent import LatentAttention
 from engine.nn.rope import RopeTable
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, dim/2] at this step's positions
@@ -35,8 +36,8 @@ class Decoder:
         moe = [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)]
         routed = {i: partial(experts.run, number) for number, i in enumerate(moe)}
         self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
-        ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope}
-        self._ropes = {rope: RopeTable(rope) for rope in ropes}
+        ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
+        self._ropes = {rope: RopeTable(rope) for rope in ropes if rope}
 
     def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
         """Logits float32 [R, V] of `batch.logit_rows`; the cache then holds every row of the batch."""
@@ -66,6 +67,10 @@ class _Layer:
         self._ffn_norm = _norm_weight(spec, weights["ffn_norm"])
         if isinstance(layer.mixer, AttentionSpec):
             self._mixer = _Attention(spec, layer.mixer, weights.inner("attn."), ops)
+        elif isinstance(layer.mixer, LatentSpec):
+            scope = weights.inner("mla.")
+            queries = "q_a" if layer.mixer.q_rank else "q"
+            self._mixer = LatentAttention(layer.mixer, scope, ops, _Fan(scope, "in", (queries, "kv_a"), ops))
         else:
             self._mixer = _DeltaNet(spec, layer.mixer, weights.inner("delta."), ops)
         if isinstance(layer.ffn, MoeSpec):

@@ -20,7 +20,7 @@ class TensorStorage:
 
     def __init__(self, cache: Cache) -> None:
         self.page = PAGE
-        self._pages = [t for layer in cache.kv if layer is not None for t in (layer.k, layer.v)]
+        self._pages = [t for layer in cache.kv if layer is not None for t in layer.tensors]
         self._states = [t for layer in cache.states if layer is not None for t in (layer.conv, layer.s)]
         self.page_bytes = sum(t[0].numel() * t.element_size() for t in self._pages)
         self.row_bytes = self.page_bytes // PAGE

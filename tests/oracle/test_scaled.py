@@ -17,6 +17,7 @@ from tests.support.oracle import RouterWatch, assert_close, driver, tokens
 from tests.support.tiny import make_tiny
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}  # rows of whole blocks
+LATENT = {"intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 Tensors = dict[str, torch.Tensor]
 
@@ -89,9 +90,9 @@ def quantize(directory: Path, method: str, store: Callable) -> tuple[Path, Path]
     return directory / "small", directory / "plain"
 
 
-@pytest.mark.parametrize("kind", KIND)
-def test_logits_are_those_of_the_plain_checkpoint(kind: str, tmp_path, kernels) -> None:
-    make_tiny("qwen3_moe", tmp_path, **WIDE)
+@pytest.mark.parametrize(("family", "kind"), [*(("qwen3_moe", kind) for kind in KIND), ("deepseek_v3", "fp8 blocks")])
+def test_logits_are_those_of_the_plain_checkpoint(family: str, kind: str, tmp_path, kernels) -> None:
+    make_tiny(family, tmp_path, **WIDE, **(LATENT if family == "deepseek_v3" else {}))
     small, plain = quantize(tmp_path, *KIND[kind])
     watch = RouterWatch()
     want = driver(plain, Kernels(watch, 0.0, kernels.kv_dtype)).chunks(0, tokens(50), [50])

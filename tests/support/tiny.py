@@ -50,6 +50,25 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
+LATENT = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+
 # kind -> (config class, arguments)
 KINDS: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", DENSE),
@@ -81,6 +100,16 @@ KINDS: dict[str, tuple[str, dict]] = {
             "attention_bias": True,
             "first_k_dense_replace": 1,
         },
+    ),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, "q_lora_rank": None, "rope_parameters": {**YARN_ROPE, "mscale": 0.7}}),
+    "deepseek_v2_groups": ("DeepseekV2Config", {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, **GROUPS, "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "qwen3_next": ("Qwen3NextConfig", {**QWEN3_5, "intermediate_size": 80, "mlp_only_layers": [2]}),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", QWEN3_5),

@@ -11,8 +11,19 @@ from typing import Protocol
 
 from engine.models.config import Config
 from engine.models.errors import ModelError
-from engine.models.families import glm4_moe, llama, mixtral, qwen2_moe, qwen3_5_moe, qwen3_moe, qwen3_next
-from engine.models.spec import AttentionSpec, DeltaNetSpec, LayerSpec, ModelSpec, MoeSpec
+from engine.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mixtral,
+    qwen2_moe,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 class Family(Protocol):
@@ -24,7 +35,18 @@ class Family(Protocol):
 
 
 MOST_CHANNELS = 1 << 20  # models have at most some ten thousand; row orders are built from it before shapes are compared
-_MODULES: tuple[Family, ...] = (glm4_moe, llama, mixtral, qwen2_moe, qwen3_5_moe, qwen3_moe, qwen3_next)
+_MODULES: tuple[Family, ...] = (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mixtral,
+    qwen2_moe,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 FAMILIES: dict[str, Family] = {kind: family for family in _MODULES for kind in family.MODEL_TYPES}
 
 
@@ -39,8 +61,9 @@ def build_spec(config: Config) -> ModelSpec:
 
 def _faults(layer: LayerSpec) -> Iterator[str]:
     mixer, ffn = layer.mixer, layer.ffn
-    if isinstance(mixer, AttentionSpec) and mixer.rope and (mixer.rope.dim % 2 or not 0 < mixer.rope.dim <= mixer.head_dim):
-        yield f"rotary dimension {mixer.rope.dim} does not fit a head of {mixer.head_dim}"
+    head = {AttentionSpec: "head_dim", LatentSpec: "rope_dim"}.get(type(mixer))
+    if head and mixer.rope and (mixer.rope.dim % 2 or not 0 < mixer.rope.dim <= getattr(mixer, head)):
+        yield f"rotary dimension {mixer.rope.dim} does not fit a head of {getattr(mixer, head)}"
     if _width(mixer) > MOST_CHANNELS:
         yield f"a layer of {_width(mixer)} channels cannot be"
     if isinstance(mixer, DeltaNetSpec) and mixer.value_heads % mixer.key_heads:
@@ -53,7 +76,9 @@ def _faults(layer: LayerSpec) -> Iterator[str]:
             yield f"{ffn.top_k} experts cannot be chosen from {ffn.top_groups} of {ffn.groups} groups of {ffn.experts} experts"
 
 
-def _width(mixer: AttentionSpec | DeltaNetSpec) -> int:
+def _width(mixer: AttentionSpec | LatentSpec | DeltaNetSpec) -> int:
+    if isinstance(mixer, LatentSpec):
+        return mixer.heads * max(mixer.row, mixer.nope_dim + mixer.value_dim)
     return mixer.heads * mixer.head_dim if isinstance(mixer, AttentionSpec) else mixer.conv_channels
 
 

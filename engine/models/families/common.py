@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from engine.models.config import Config
 from engine.models.errors import ModelError
-from engine.models.spec import AttentionSpec, MlpSpec, MoeSpec, RopeSpec
+from engine.models.names import kv_b_rows
+from engine.models.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, RopeSpec
 
 SKELETON = {
     "embed_tokens.weight": "embed",
@@ -24,6 +26,19 @@ ATTENTION = {
     "layers.{L}.self_attn.q_norm.weight": "attn.q_norm",
     "layers.{L}.self_attn.k_norm.weight": "attn.k_norm",
 }
+LATENT = {
+    f"layers.{{L}}.self_attn.{theirs}.weight": f"mla.{ours}"
+    for theirs, ours in {
+        "q_proj": "q",
+        "q_a_proj": "q_a",
+        "q_a_layernorm": "q_a_norm",
+        "q_b_proj": "q_b",
+        "kv_a_proj_with_mqa": "kv_a",
+        "kv_a_layernorm": "kv_a_norm",
+        "o_proj": "o",
+    }.items()
+}
+LATENT_SPLITS = {"layers.{L}.self_attn.kv_b_proj.weight": kv_b_rows}
 MLP = {f"layers.{{L}}.mlp.{name}_proj.weight": f"mlp.{name}" for name in ("gate", "up", "down")}
 MOE = {
     "layers.{L}.mlp.gate.weight": "moe.router",
@@ -82,16 +97,36 @@ def attention(config: Config, *, window: int | None = None, partial: float = 1.0
     return AttentionSpec(heads, kv_heads, dim, dim**-0.5, rope(config, dim, partial), window=window, **traits)
 
 
-def layer_kinds(config: Config, default: Iterable[str], known: Collection[str]) -> tuple[str, ...]:
-    """`layer_types`, or `default` when the config leaves them out: one of `known` for each layer."""
-    kinds = config.items("layer_types", None)
+def latent_attention(config: Config) -> LatentSpec:
+    """DeepSeek's: YaRN's temperature goes into the scale, and rotated pairs are neighbours unless the config says not."""
+    if config.flag("attention_bias", False):
+        raise ModelError(f"{config.source}: attention_bias is not supported here; no published checkpoint sets it")
+    nope, rotated = config.int("qk_nope_head_dim"), config.int("qk_rope_head_dim")
+    turn = rope(config, rotated)
+    found = config.inner("rope_parameters") if config.has("rope_parameters") else config.inner("rope_scaling")
+    mscale = found.float("mscale_all_dim", None) if turn.scaling != "none" else None
+    return LatentSpec(
+        heads=config.int("num_attention_heads"),
+        q_rank=config.int("q_lora_rank", None),
+        rank=config.int("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rotated,
+        value_dim=config.int("v_head_dim"),
+        scale=(nope + rotated) ** -0.5 * (yarn_temperature(turn.factor, mscale) ** 2 if mscale else 1.0),
+        rope=replace(turn, interleaved=config.flag("rope_interleave", True)),
+    )
+
+
+def layer_kinds(config: Config, default: Iterable[str], known: Collection[str], key: str = "layer_types") -> tuple[str, ...]:
+    """What the config has under `key`, or `default` when it leaves them out: one of `known` for each layer."""
+    kinds = config.items(key, None)
     if kinds is None:
         kinds = tuple(default)
     unknown = [str(kind) for kind in kinds if kind not in known]
     if unknown:
         raise ModelError(f"{config.source}: layer type '{unknown[0]}' is not supported; supported: {', '.join(known)}")
     if len(kinds) != layer_count(config):
-        raise ModelError(f"{config.source}: 'layer_types' has {len(kinds)} entries for {layer_count(config)} layers")
+        raise ModelError(f"{config.source}: '{key}' has {len(kinds)} entries for {layer_count(config)} layers")
     return kinds
 
 
@@ -147,8 +182,11 @@ def _yarn_attention(found: Config) -> float:
     if explicit is not None:
         return explicit
 
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     mscale, all_dims = found.float("mscale", None), found.float("mscale_all_dim", None)
-    return temperature(mscale) / temperature(all_dims) if mscale and all_dims else temperature(1.0)
+    if mscale and all_dims:
+        return yarn_temperature(factor, mscale) / yarn_temperature(factor, all_dims)
+    return yarn_temperature(factor, 1.0)
+
+
+def yarn_temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -238,7 +238,9 @@ ODD = (None, -1, 0, 3, 10**9, 0.5, float("nan"), "x", True, [], [1, "y"], {"a": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "qwen2_moe", "mixtral", "mistral", "yarn_rope"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "qwen3_next", "qwen2_moe", "mixtral", "mistral", "yarn_rope", "deepseek_v3", "deepseek_v2"]
+)
 def test_no_config_value_ends_in_a_traceback(kind, tmp_path) -> None:
     """Whatever a key holds, the model loads (the key does not matter, or the value is possible) or is refused in one line."""
     make_tiny(kind, tmp_path)
@@ -284,7 +286,7 @@ def rewritten(source: Path, target: Path, key: str, value: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"])
 def test_no_gguf_metadata_ends_in_a_traceback(kind, tmp_path) -> None:
     """As for config.json: the model loads, or is refused in one line."""
     write_gguf(make_tiny(kind, tmp_path / "hf"), tmp_path / "good.gguf")

@@ -67,14 +67,18 @@ def test_peak_memory_of_gguf(tmp_path) -> None:
     assert peak_over_weights(tmp_path / "big.gguf", tmp_path / "small.gguf") < 1.10
 
 
-def test_joined_matrices_share_memory_with_their_parts(tmp_path) -> None:
-    make_tiny("qwen3_5_moe_text", tmp_path, torch.bfloat16)
+HYBRID = {"attn.in", "delta.in", "moe.in"}
+
+
+@pytest.mark.parametrize(("kind", "wholes"), [("qwen3_5_moe_text", HYBRID), ("deepseek_v3", {"mla.in", "mlp.in", "moe.in"})])
+def test_joined_matrices_share_memory_with_their_parts(kind: str, wholes: set[str], tmp_path) -> None:
+    make_tiny(kind, tmp_path, torch.bfloat16)
     weights = load_model(tmp_path, ReferenceOps()).weights
-    for whole, parts in JOINED.items():
-        layers = [name.partition(".")[0] for name in weights if name.partition(".")[2] == whole]
-        assert bool(layers) == (whole != "mlp.in")
-        for layer in layers:
+    assert {name.partition(".")[2] for name in weights} & set(JOINED) == wholes
+    for whole in wholes:
+        for layer in [name.partition(".")[0] for name in weights if name.partition(".")[2] == whole]:
             held = weights[f"{layer}.{whole}"]
+            parts = [part for part in JOINED[whole] if f"{layer}.{part}" in weights]
             assert torch.equal(held, torch.cat([weights[f"{layer}.{part}"] for part in parts]))
             assert weights[f"{layer}.{parts[0]}"].data_ptr() == held.data_ptr()
 

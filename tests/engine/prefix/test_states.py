@@ -81,3 +81,14 @@ def test_rows_and_states_come_back_from_bytes_bit_by_bit(start: int, count: int,
     blob = read.save(1)
     again = read.unpack(memoryview(bytearray(b"".join(read.pack(blob)))))
     assert all(torch.equal(a, b) for a, b in zip(blob, again, strict=True))
+
+
+def test_latent_attention_keeps_one_row_a_token() -> None:
+    latent = [Cache((KVLayer(torch.randn(4, 1, PAGE, dim), None),), (None,)) for dim in (12, 12, 10)]
+    source, target, other = (TensorStorage(cache) for cache in latent)
+    assert source.page_bytes == PAGE * 12 * 4 and source.layout() == target.layout() != other.layout()
+    data = b"".join(source.read_rows([2, 0], 60, 10))
+    target.write_rows([1, 3], 60, 10, memoryview(bytearray(data)), 0)
+    assert torch.equal(latent[1].kv[0].k[1, :, 60:], latent[0].kv[0].k[2, :, 60:])
+    target.copy_page(1, 2)
+    assert torch.equal(latent[1].kv[0].k[2], latent[1].kv[0].k[1])

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from engine.cli import cli
 from engine.memory import TooLittleMemory, page_bytes, plan_cache, slot_bytes
-from engine.models.spec import AttentionSpec, DeltaNetSpec, LayerSpec, MlpSpec, ModelSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from engine.nn.batch import PAGE, allocate_cache
 
 ATTENTION = AttentionSpec(heads=4, kv_heads=2, head_dim=16, scale=0.25, rope=None)
 DELTA = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_kernel=4)
+LATENT = LatentSpec(4, None, rank=24, nope_dim=16, rope_dim=8, value_dim=16, scale=0.2, rope=RopeSpec(8, 1e4))
 DENSE = (ATTENTION, ATTENTION)
 HYBRID = (DELTA, DELTA, ATTENTION)
 
@@ -22,13 +23,18 @@ def spec_of(mixers, max_positions: int = 4096) -> ModelSpec:
     return ModelSpec("test", hidden=64, vocab=100, layers=layers, norm_eps=1e-6, max_positions=max_positions)
 
 
-@pytest.mark.parametrize("mixers", [DENSE, HYBRID], ids=["attention", "hybrid"])
+@pytest.mark.parametrize("mixers", [DENSE, HYBRID, (LATENT, ATTENTION)], ids=["attention", "hybrid", "latent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_those_of_the_allocated_cache(mixers, dtype) -> None:
     spec = spec_of(mixers)
     cache = allocate_cache(spec, pages=3, slots=2, kv_dtype=dtype)
-    assert sum(t.nbytes for kv in cache.kv if kv for t in (kv.k, kv.v)) == 3 * page_bytes(spec, dtype)
+    assert sum(t.nbytes for kv in cache.kv if kv for t in kv.tensors) == 3 * page_bytes(spec, dtype)
     assert sum(t.nbytes for s in cache.states if s for t in (s.conv, s.s)) == 2 * slot_bytes(spec)
+
+
+def test_a_token_of_latent_attention_costs_one_row_whatever_the_heads() -> None:
+    deepseek = LatentSpec(128, 1536, rank=512, nope_dim=128, rope_dim=64, value_dim=128, scale=0.07, rope=RopeSpec(64, 1e4))
+    assert page_bytes(spec_of([deepseek] * 61), torch.bfloat16) == 61 * PAGE * 576 * 2
 
 
 @given(
