@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from engine.kernels.ops import Quant, Weight
+from engine.models import gguf_latent
 from engine.models.config import Config
 from engine.models.errors import ModelError, unreadable
 from engine.models.families import build_spec
-from engine.models.names import Piece, ba_rows, place, qkvz_rows, split, unpaired_rows, untiled_rows
+from engine.models.names import Piece, ba_rows, kv_b_rows, place, qkvz_rows, split, unpaired_rows, untiled_rows
 from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,11 @@ NAMES = {
     "blk.{L}.ssm_norm.weight": "delta.norm",
     "blk.{L}.ssm_out.weight": "delta.o",
 }
-SPLITS = {"blk.{L}.ssm_in.weight": qkvz_rows, "blk.{L}.ssm_ba.weight": ba_rows}
+SPLITS = {
+    "blk.{L}.ssm_in.weight": qkvz_rows,
+    "blk.{L}.ssm_ba.weight": ba_rows,
+    "blk.{L}.attn_kv_b.weight": kv_b_rows,
+}
 LONGEST_ARRAY = 10_000  # elements of a metadata array that is read: one value a layer at most, see families.common.MOST_LAYERS
 FREQUENCY_DIVISORS = "rope_freqs.weight"  # Llama 3.1's scaling as one divisor a frequency; goes into the spec
 
@@ -96,10 +101,12 @@ class Architecture:
     model_type: str
     constants: dict[str, object]  # config keys the architecture implies and the file does not carry
     paired_rope: bool = False  # q and k rows were reordered so that the two halves of a rotation are neighbours
+    latent: bool = False  # latent attention: names and keys of `gguf_latent`
     tiled_values: bool = False  # DeltaNet's value heads are ordered (repeat, key head) instead of (key head, repeat)
 
 
 ARCHITECTURES = {
+    "deepseek2": Architecture("deepseek_v3", {}, latent=True),
     "llama": Architecture("llama", {}, paired_rope=True),
     "qwen2": Architecture("qwen2", {}),
     "qwen2moe": Architecture("qwen2_moe", {"norm_topk_prob": False}),
@@ -170,7 +177,7 @@ class GgufCheckpoint:
     def _place(self) -> list[Piece]:
         pieces = []
         for source in self._tensors:
-            piece = place(source, source, NAMES)
+            piece = place(source, source, NAMES | gguf_latent.NAMES if self._arch.latent else NAMES)
             parts = split(source, source, SPLITS, self.spec)
             if piece is not None:
                 pieces.append(replace(piece, rows=self._row_order(piece.name)))
@@ -278,11 +285,17 @@ def _config(reader, arch: str, traits: Architecture, tensors: dict, path: Path) 
     rotated, scaling = own.int("rope.dimension_count", None), own.text("rope.scaling.type", None)
     head = own.int("attention.key_length", None) or max(1, own.int("embedding_length") // own.int("attention.head_count"))
     config["partial_rotary_factor"] = rotated / head if rotated else None
+    mscale = None
+    if traits.latent:
+        config |= gguf_latent.config(own)
+        mscale = config.pop("mscale_all_dim", None)
     if scaling and scaling != "none":
         config["rope_scaling"] = {
             "rope_type": scaling,
             "factor": fields.get(f"{arch}.rope.scaling.factor"),
             "original_max_position_embeddings": fields.get(f"{arch}.rope.scaling.original_context_length"),
+            "mscale": mscale,  # no file says whether they differ, no published model has them differ
+            "mscale_all_dim": mscale,
         }
     return config
 

@@ -31,7 +31,20 @@ HYBRID = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+LATENT = {
+    **WIDE,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+}
+ONE_MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+ONE_MSCALE |= {"mscale": 0.7, "mscale_all_dim": 0.7}
 SHAPES = {
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "rope_parameters": None},
+    "deepseek_v3": {**LATENT, "rope_parameters": ONE_MSCALE},
     "llama": {**WIDE, "intermediate_size": 256},
     "qwen2": {**WIDE, "intermediate_size": 256, "use_sliding_window": False},
     "qwen3": {**WIDE, "intermediate_size": 256, "head_dim": 64},

@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 
 
@@ -88,8 +90,9 @@ def _metadata(writer: gguf.GGUFWriter, config) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
+    latent = getattr(config, "kv_lora_rank", None)
+    writer.add_key_length(latent + head if latent else head)
+    writer.add_value_length(latent or head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
@@ -102,12 +105,36 @@ def _metadata(writer: gguf.GGUFWriter, config) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if getattr(config, "kv_lora_rank", None):
+        _latent_metadata(writer, config, rope)
     if getattr(config, "linear_num_key_heads", None):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+
+
+def _latent_metadata(writer: gguf.GGUFWriter, config, rope: dict) -> None:
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.n_group:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _convert(name: str, tensor: torch.Tensor, config):
@@ -119,6 +146,11 @@ def _convert(name: str, tensor: torch.Tensor, config):
             (f"{base}gate_proj.weight", tensor[:, :half], tensor[:, :half].copy_),
             (f"{base}up_proj.weight", tensor[:, half:], tensor[:, half:].copy_),
         ]
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)  # [Hq, Dn + Dv, R]
+        k, v = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        base = name.removesuffix("kv_b_proj.weight")
+        return [(f"{base}k_b_proj.weight", k.transpose(1, 2), k.transpose(1, 2).copy_), (f"{base}v_b_proj.weight", v, v.copy_)]
     if name.endswith(".A_log"):
         order = _tiled(name, tensor, config)
         return [(name, -tensor[order].exp(), lambda held: tensor.__setitem__(order, held.neg().log()))]
@@ -139,6 +171,7 @@ def _convert(name: str, tensor: torch.Tensor, config):
             return [(name, flat[order], lambda held: flat.__setitem__(order, held))]
     elif config.model_type.startswith(("qwen3_5", "qwen3_next")) and name.endswith("norm.weight"):
         return [(name, tensor + 1, lambda held: tensor.copy_(held - 1))]
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     if name.endswith("experts.down_proj"):
         name += ".weight"
     return [(name, tensor, tensor.copy_)]
