@@ -47,7 +47,7 @@ from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
 from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from engine.tiers import Source, Ways, read_banks, run_groups
+from engine.tiers import Kernels, Source, Ways, read_banks, run_groups
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def beside_fast_memory(what: Placing, fast: FastMemory) -> ExpertParts:
     ways = Ways(placed.hardware.rates, shape.disk_rate, config.expert_policy, fast.link)
     copied = [banks[n] for group in groups if group.mode in ("offload", "hybrid") for n in group.layers]
     locked = lock_banks(copied, placed.hardware.lockable)
-    executor = run_groups(groups, Source(banks, pack, what.routers), ops, ways)
+    executor = run_groups(groups, Source(banks, pack, what.routers), Kernels(ops), ways)
     executor.preload(count)
     return _expert_parts(executor, placed, locked)
 

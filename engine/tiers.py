@@ -1,4 +1,4 @@
-"""From a placement by groups of layers to the executor that runs it, beside a fast memory of its own (today an emulated one)."""
+"""From a placement by groups of layers to the executor that runs it, beside a fast memory of its own: a device's, or emulated."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.experts.layers import Group
 from engine.experts.pool import HostPool, Pool, Room, kind_of, read_whole
 from engine.experts.predict import NextRouter
 from engine.experts.split import Rates
+from engine.experts.streams import HERE, Device
 from engine.kernels.ops import Ops, Weight
 from engine.nn.experts import Bank
 from engine.packing import stream_tier
@@ -46,13 +47,32 @@ class Ways:
     link: float | None = None  # what an emulated link is held to; None is as fast as it goes
 
 
-def run_groups(groups: Sequence[Group], source: Source, ops: Ops, ways: Ways) -> TieredExperts | GroupedExperts:
+@dataclass(frozen=True)
+class Kernels:
+    """`near` computes in the fast memory, which is `device`'s; `host`, if there are such kernels, in host memory."""
+
+    near: Ops
+    device: Device = HERE
+    host: Ops | None = None
+
+    @property
+    def one_arithmetic(self) -> bool:
+        """Whether an expert's result has the same bits in both memories."""
+        return not self.device.apart or (self.host is not None and numerics(self.host) == numerics(self.near))
+
+
+def numerics(ops: Ops) -> str:
+    """Equal only for kernels whose results are equal bit by bit."""
+    return getattr(ops, "numerics", ops.name)
+
+
+def run_groups(groups: Sequence[Group], source: Source, kernels: Kernels, ways: Ways) -> TieredExperts | GroupedExperts:
     parts: list[TieredExperts] = []
     try:
         for group in groups:
             pools = source.pools(group)
             slots = deal_out(pools, group.slots * _mean(pools)) if group.slots else [0] * len(pools)
-            parts += [_part(group, pool, count, source, ops, ways) for pool, count in zip(pools, slots, strict=True)]
+            parts += [_part(group, pool, count, source, kernels, ways) for pool, count in zip(pools, slots, strict=True)]
     except BaseException:
         for part in parts:
             part.close()
@@ -66,18 +86,21 @@ def _mean(pools: Sequence[Pool]) -> int:
     return -(-whole // sum(pool.layers * pool.experts for pool in pools))
 
 
-def _part(group: Group, pool: Pool, slots: int, source: Source, ops: Ops, ways: Ways) -> TieredExperts:
+def _part(group: Group, pool: Pool, slots: int, source: Source, kernels: Kernels, ways: Ways) -> TieredExperts:
+    ops, device, predictor = kernels.near, kernels.device, None
     match group.mode:
         case "stream":
-            predictor = Within(NextRouter(source.routers, ops), pool.numbers) if source.routers else None
-            rates = Rates(ways.disk, ways.disk, 0.0) if ways.disk else None
-            return TieredExperts(pool, ops, stream_tier(pool, slots, rates, ways.policy), predictor)
+            if source.routers:
+                predictor = Within(NextRouter(source.routers, ops, device), pool.numbers)
+            tier = stream_tier(pool, slots, Rates(ways.disk, ways.disk, 0.0) if ways.disk else None, ways.policy)
         case "host":
-            return TieredExperts(pool, ops, Tier(0, "host", None, ways.policy, fixed=True))
+            tier = Tier(0, "host", None, ways.policy, fixed=True)
         case "resident":
-            return TieredExperts(pool, ops, Tier(pool.layers * pool.experts, "offload", ways.rates, fixed=True))
+            tier = Tier(pool.layers * pool.experts, "offload", ways.rates, fixed=True)
         case _:
-            return TieredExperts(pool, ops, Tier(slots, group.mode, ways.rates, ways.policy, ways.link))
+            tier = Tier(slots, group.mode, ways.rates, ways.policy, None if device.apart else ways.link)
+    host = kernels.host if kernels.one_arithmetic else None
+    return TieredExperts(pool, ops, tier, predictor, device, host)
 
 
 def read_banks(pack: Pack, layers: Sequence[int], progress: Callable[[int], None]) -> dict[int, Bank]:

@@ -23,6 +23,7 @@ class Hardware:
     `host` and `fast` are what may be used; `pin` is what of host memory may be page-locked, without which the link has not its
     rate (None: all of it). `packed`: the experts are in a file they can be read from one by one, at `disk_rate` (0 = not
     measured). `expert_rate` is the kernels' rate on experts as this model stores them, where it is not the memory's.
+    `one_arithmetic`: the processor's kernels give the bits of those that compute in fast memory.
     """
 
     host: int
@@ -35,6 +36,7 @@ class Hardware:
     disk_rate: float = 0.0
     rates: Rates | None = None  # of the link and the processor, for experts as this model stores them
     pin: int | None = None
+    one_arithmetic: bool = True
 
     @property
     def own_memory(self) -> bool:

@@ -88,10 +88,17 @@ def arrange(mode: Mode, load: Load, hw: Hardware, miss_rate: float | None = None
             raise Impossible(f"one layer of experts needs {gib(load.layer_bytes)} page-locked, {gib(hw.lockable)} may be")
     # host layers need no link; who has to be near it may lie whole in fast memory instead
     most = held - moved if moved else 0
-    tried = [_Counts(moved, resident, held - moved - resident, load.layers - held) for resident in range(most + 1)]
+    least = most if not hw.one_arithmetic else 0  # nothing may be computed in host memory
+    tried = [_Counts(moved, resident, held - moved - resident, load.layers - held) for resident in range(least, most + 1)]
     options = [option for counts in tried if (option := _option(mode, counts, load, hw, miss_rate)) is not None]
     if not options:
         left = hw.fast - load.dense - load.cache
+        if least:
+            short, limit = gib(least * load.layer_bytes), gib(hw.lockable)
+            raise Impossible(
+                f"{short} of experts are beyond the {limit} that may be page-locked, nothing may be computed in host memory, and "
+                f"{gib(left)} of fast memory do not hold them: raise the limit of locked memory"
+            )
         need = f"a layer of {load.experts}" if held < load.layers else f"a token needs {load.top_k}"
         raise Impossible(f"{gib(left)} of fast memory are left for experts, {need} of {gib(load.expert_bytes)}")
     return min(options, key=lambda option: option.seconds)

@@ -18,6 +18,11 @@ from engine.experts.budget import MODES, Hardware, Impossible, Load, Mode, fits
 from engine.experts.layers import UNMEASURED_DISK, Group, Option, arrange, misses_a_layer
 from engine.memory import gib
 
+TWO_ARITHMETICS = (
+    "the device's kernels and the processor's do not add in the same order: an answer would depend on which experts lay in fast "
+    "memory"
+)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -62,6 +67,8 @@ def _consider(mode: Mode, load: Load, hw: Hardware, miss_rate: float | None) -> 
     """Raises Impossible with the arithmetic."""
     if mode in ("resident", "offload", "hybrid") and not hw.own_memory:
         raise Impossible("fast and host memory are one" if hw.unified else "there is no fast memory beside host memory")
+    if mode in ("hybrid", "host") and hw.own_memory and not hw.one_arithmetic:
+        raise Impossible(TWO_ARITHMETICS)
     if mode == "resident":
         return _resident(load, hw)
     if mode == "host" and not hw.own_memory:

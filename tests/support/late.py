@@ -54,8 +54,10 @@ class Far(torch.Tensor):
             return tree_map_only(torch.Tensor, lambda t: Far.of(late, t), func(*plain, **more))
         if [str(returned.type) for returned in func._schema.returns] != ["Tensor"]:
             raise RuntimeError(f"{func}: the processor looks at what a kernel has not written yet")
-        shapes = func(*tree_map_only(torch.Tensor, lambda t: t.to("meta"), plain), **more)
-        return late.computed(shapes.shape, shapes.dtype, lambda: func(*plain, **more), fars)
+        like = func(
+            *tree_map_only(torch.Tensor, torch.zeros_like, plain), **more
+        )  # torch's own meta device takes seconds to load
+        return late.computed(like.shape, like.dtype, lambda: func(*plain, **more), fars)
 
 
 @dataclass(eq=False)

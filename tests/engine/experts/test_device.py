@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from engine.experts.arena import DeviceArena
+from engine.experts.budget import Mode
 from engine.experts.call import Unreadable
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.filepool import Pack
+from engine.experts.layers import Group
 from engine.experts.locking import lock_banks
 from engine.experts.pack import write_pack
 from engine.experts.pool import HostPool, Pool
@@ -21,6 +23,7 @@ from engine.experts.split import Rates
 from engine.kernels.ops import Ops
 from engine.kernels.reference import ReferenceOps
 from engine.nn.experts import Bank
+from engine.tiers import Kernels, Source, Ways, run_groups
 from tests.engine.experts.tiers import EVEN, EXPERTS, LAYERS, banks, kernels, step
 from tests.support.late import Late, LateOps
 
@@ -119,6 +122,28 @@ def test_a_damaged_record_is_found_on_the_device_and_never_computed_with(tmp_pat
             run(experts, late, 0, x, torch.tensor([[0, 1, 2]], dtype=torch.int32), weights)
         assert experts.slots.where[0] == -1
     pack.close()
+
+
+def test_groups_of_layers_run_on_a_device_and_only_one_arithmetic_computes(tmp_path) -> None:
+    """Resident, fetched and streamed layers; the processor computes none where its kernels have other bits."""
+    ops, late = ReferenceOps(), Late()
+    (pool, pack), generator = packed(tmp_path, ops, "f32"), torch.Generator().manual_seed(0)
+    lock_banks(pool, 1 << 40, ("made up", late.register))
+    other, calls = ReferenceOps(), [(layer, *step(generator, 4)) for layer in range(LAYERS)]
+    other.numerics = "other bits"
+    modes: list[tuple[Mode, int]] = [("resident", EXPERTS), ("offload", 6), ("stream", EXPERTS)]
+    groups = [Group(mode, (layer,), slots, "") for layer, (mode, slots) in enumerate(modes)]
+    source = Source({0: pool[0], 1: pool[1]}, pack)
+    experts = run_groups(groups, source, Kernels(LateOps(ops, late), late, other), Ways(EVEN))
+    for call in calls:
+        assert torch.equal(run(experts, late, *call), truth(ops, pool[call[0]], *call[1:]))
+    assert experts.on_device and all(part.host is None for part in experts.parts)
+    experts.close(), late.check(), pack.close()
+    with pytest.raises(ValueError, match="computes in host memory"):
+        run_groups([Group("hybrid", (0, 1), 4, "")], source, Kernels(LateOps(ops, late), late, other), Ways(EVEN))
+    same = run_groups([Group("hybrid", (0, 1), 4, "")], source, Kernels(LateOps(ops, late), late, ops), Ways(EVEN))
+    assert torch.equal(run(same, late, *calls[0]), truth(ops, pool[0], *calls[0][1:]))
+    same.close(), late.check()
 
 
 # --- what fails
@@ -331,7 +356,7 @@ def test_the_processor_cannot_look_at_what_the_device_has_not_written() -> None:
     late = Late()
     (far,) = late.to_device(torch.ones(3))
     with pytest.raises(RuntimeError, match="looks at what a kernel has not written"):
-        far.sum().item()
+        far[0].item()
     with pytest.raises(RuntimeError, match="same device"):
         far + torch.ones(3)
     assert torch.isnan(far.plain).all() and torch.equal(late.to_host(far + 1)[0], torch.full((3,), 2.0))

@@ -1,5 +1,7 @@
 """Which placement, how fast, and why not the others: arithmetic on machines we do not have."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,23 @@ def test_a_gpu_that_holds_some_experts_splits_the_misses() -> None:
     base = (A3B.read + A3B.routed) / (900 * GB)
     assert offload.decode_seconds == pytest.approx(base + 48 * misses * (9 << 20) / (25 * GB))
     assert "misses a layer" in found.reason
+
+
+def test_where_two_arithmetics_would_meet_all_misses_are_fetched() -> None:
+    gpu = replace(DESKTOP, one_arithmetic=False)
+    found = place(A3B, gpu)
+    assert found.mode == "offload" and "an answer would depend on which experts lay in fast memory" in found.refused["hybrid"]
+    for mode in ("hybrid", "host"):
+        with pytest.raises(Impossible, match="do not add in the same order"):
+            place(A3B, gpu, mode)
+
+
+def test_what_cannot_be_page_locked_is_not_computed_in_host_memory_then() -> None:
+    short = replace(DESKTOP, one_arithmetic=False, pin=45 * GIB)
+    found = {group.mode: len(group.layers) for group in place(A3B, short).groups}
+    assert found == {"offload": 40, "resident": 8}
+    with pytest.raises(Impossible, match=r"18.00 GiB of experts are beyond the 36.00 GiB that may be page-locked"):
+        place(A3B, replace(short, pin=36 * GIB), "offload")
 
 
 def test_fewer_misses_measured_means_faster() -> None:
