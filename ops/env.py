@@ -24,7 +24,7 @@ STAMP = "moorage-stamp.json"
 # What an environment is for -> the extras of pyproject.toml it needs.
 EXTRAS = {
     "run": ("gateway", "engine"),
-    "test": ("gateway", "provider", "otel", "engine", "dev"),
+    "test": ("gateway", "provider", "otel", "engine", "dev", "cuda"),  # GPU kernels are interpreted and compiled without one
     "gateway": ("gateway", "provider", "otel"),  # the containers hold one half each
     "engine": ("engine",),
 }

@@ -1,6 +1,12 @@
 """How far property tests search: the same examples in every run, or new ones."""
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+# Triton's interpreter runs the GPU kernels on the processor. That is decided when triton is imported, so here, before any test.
+# TRITON_INTERPRET=0 is for tests marked gpu on a machine that has one.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Whoever changes nothing must see what was seen before, so the default searches where it always did; `explore` finds the new:
 #   ops/test --fast --hypothesis-profile=explore

@@ -1,0 +1,33 @@
+"""Kernels of the GPU set on the processor, in Triton's interpreter (tests/conftest.py turns it on before triton is imported)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.interpreter import quicken
+
+pytest.importorskip("triton", reason="triton is not installed: ops/test installs it")
+
+
+@pytest.fixture(scope="session")
+def ops():
+    from engine.kernels.cuda.lang import INTERPRETED
+    from engine.kernels.cuda.ops import CudaOps
+
+    if not INTERPRETED:  # a GPU is for test_gpu.py
+        pytest.skip("TRITON_INTERPRET=0: only tests marked gpu run")
+    quicken()
+    return CudaOps()
+
+
+@pytest.fixture(scope="session")
+def truth():
+    from engine.kernels.reference import ReferenceOps
+
+    return ReferenceOps()
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(7)

@@ -1,0 +1,61 @@
+"""Gated DeltaNet: the truth's numbers; chunk borders and neighbours leave no trace."""
+
+import pytest
+import torch
+
+from engine.kernels.ops import StateLayer
+from engine.models.spec import DeltaNetSpec
+from tests.native.helpers import close, segments
+
+SPEC = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=32, value_dim=32, conv_kernel=4)
+ODD = DeltaNetSpec(key_heads=1, value_heads=3, key_dim=13, value_dim=40, conv_kernel=3)
+
+
+def inputs(spec: DeltaNetSpec, n: int, seed: int = 0):
+    gen = torch.Generator().manual_seed(seed)
+    c, hv = spec.conv_channels, spec.value_heads
+    conv = torch.randn(c, spec.conv_kernel, generator=gen) / 2
+    weights = {"conv": conv, "dt_bias": torch.randn(hv, generator=gen), "a_log": torch.rand(hv, generator=gen)}
+    return torch.randn(n, c, generator=gen), 6 * torch.randn(n, hv, generator=gen), torch.randn(n, hv, generator=gen), weights
+
+
+def empty(spec: DeltaNetSpec, slots: int) -> StateLayer:
+    conv = torch.zeros(slots, spec.conv_channels, spec.conv_kernel - 1)
+    return StateLayer(conv, torch.zeros(slots, spec.value_heads, spec.key_dim, spec.value_dim))
+
+
+def run(ops, spec, data, cuts: list[int], state: StateLayer, slot: int = 0) -> torch.Tensor:
+    qkv, a, b, weights = data
+    out, at = [], 0
+    for end in cuts:
+        seg = segments([0, end - at], [at], [[0]], [slot])
+        out.append(ops.delta_net(qkv[at:end], a[at:end], b[at:end], weights, state, seg, spec))
+        at = end
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("spec", [SPEC, ODD], ids=["small", "odd"])
+@pytest.mark.parametrize("n", [1, 20])
+def test_against_the_truth_in_any_chunks(ops, truth, spec, n: int) -> None:
+    data, mine, parts, theirs = inputs(spec, n), empty(spec, 3), empty(spec, 3), empty(spec, 3)
+    for state in (mine, parts, theirs):
+        state.s[2] = torch.randn(state.s.shape[1:], generator=torch.Generator().manual_seed(3)) / 4
+        state.conv[2] = 0.5
+    whole = run(ops, spec, data, [n], mine, slot=2)
+    close(whole, run(truth, spec, data, [n], theirs, slot=2), 2e-5)
+    close(mine.s, theirs.s, 2e-5)
+    assert torch.equal(mine.conv, theirs.conv)
+    cuts = sorted({min(c, n) for c in (1, 2, 9)} | {n})
+    assert torch.equal(run(ops, spec, data, cuts, parts, slot=2), whole)
+    assert torch.equal(mine.s, parts.s) and torch.equal(mine.conv, parts.conv)
+
+
+def test_neighbours_do_not_matter(ops) -> None:
+    parts = [inputs(SPEC, n, seed=5) for n in (1, 7, 2)]
+    alone, together = empty(SPEC, 4), empty(SPEC, 4)
+    want = torch.cat([run(ops, SPEC, p, [len(p[0])], alone, slot) for p, slot in zip(parts, (3, 0, 2), strict=True)])
+    seg = segments([0, 1, 8, 10], [0, 0, 0], [[0]] * 3, [3, 0, 2])
+    qkv, a, b = (torch.cat([p[i] for p in parts]) for i in range(3))
+    assert torch.equal(ops.delta_net(qkv, a, b, parts[0][3], together, seg, SPEC), want)
+    assert torch.equal(alone.s, together.s) and torch.equal(alone.conv, together.conv)
+    assert not together.s[1].any()
