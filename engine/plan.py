@@ -14,12 +14,14 @@ import torch
 
 from engine.experts.budget import Hardware, Impossible, Load, Mode
 from engine.experts.calibrate import Profile, measure_disk, usable_profile, with_link
+from engine.experts.cuda import device_of
 from engine.experts.devices import Device, find_devices
 from engine.experts.filepool import Pack
 from engine.experts.identity import kernel_version, this_machine
 from engine.experts.layers import spans
 from engine.experts.placement import Placement, place
 from engine.experts.pool import bank_bytes
+from engine.experts.streams import Device as StreamDevice
 from engine.hostmem import available_bytes
 from engine.kernels.ops import Ops, Quant, Weight
 from engine.memory import CachePlan, TooLittleMemory, page_bytes, plan_cache
@@ -61,6 +63,7 @@ class Plan:
     devices: tuple[Device, ...]  # accelerators that are here, whether these kernels compute on them or not
     context: int  # tokens the speed is stated for
     promised: int = 0  # to engines that run already; not in `available`
+    on_device: bool = False  # the kernels compute on a device
 
     @property
     def weights(self) -> int:
@@ -131,19 +134,24 @@ def make_plan(
     have = available if available is not None else max(0, (available_bytes() or 0) - others)
     here = this_machine(kernel_version(ops))
     profile = usable_profile(profile_path or default_profile(), here, time.time())
-    cache = _cache_beside(spec, ops, have, kinds, max_context, kv_bytes)
+    device, devices = device_of(ops), find_devices()
+    near = device.memory()[0] if device is not None and not any(each.unified for each in devices) else have
+    cache = _cache_beside(spec, ops, near, kinds, max_context, kv_bytes)
     embed = sum(held_bytes(checkpoint, p.source, ops) for p in checkpoint.pieces if p.name == "embed")
     load = load_of(spec, kinds, embed, cache, page_bytes(spec, ops.kv_dtype) / PAGE)
     kind = expert_kind(checkpoint)
     machine = hardware(profile, have, kind, pack)
     if fast is not None:
         machine = beside(machine, fast, profile, kind, load, max(0, have - load.dense - load.cache - fast.size))
+    elif device is not None:
+        machine = on_device(machine, device, devices, profile, kind, load)
     try:
         placement, refusal = place(load, machine, forced), ""
     except Impossible as problem:
         placement, refusal = None, str(problem)
     context = min(CONTEXT, spec.max_positions)
-    return Plan(kinds, cache, have, load, placement, refusal, profile, machine, find_devices(), context, others)
+    used = device is not None
+    return Plan(kinds, cache, have, load, placement, refusal, profile, machine, devices, context, others, used)
 
 
 def _cache_beside(
@@ -199,6 +207,20 @@ def beside(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: s
         disk_rate=machine.disk_rate,
         pin=fast.pin or None,
     )
+
+
+def on_device(
+    machine: Hardware, device: StreamDevice, devices: Sequence[Device], profile: Profile | None, kind: str, load: Load
+) -> Hardware:
+    """`machine` with the device that the kernels compute on: its free memory, or the one memory there is; its measured rates."""
+    rates = profile.device if profile else None
+    measured = next((each for each in kind.split(", ") if rates and each in rates.formats), "")
+    read = rates.formats[measured].alone.rate if measured else rates.read.rate if rates else machine.host_rate
+    if any(each.unified for each in devices):
+        return replace(machine, fast=machine.host, fast_rate=read, unified=True)
+    free, _ = device.memory()
+    link = profile.device_rates(measured, load.expert_bytes) if profile else None
+    return replace(machine, fast=free, fast_rate=read, rates=link, one_arithmetic=False)
 
 
 def read_rate(pack: Pack) -> float:

@@ -111,9 +111,12 @@ def lines(plan: Plan) -> list[str]:
     if cache is not None:
         rows.append(("conversations", f"{gib(cache.total_bytes)}, {cache.max_context} tokens in one"))
     rows.append(("together", f"{gib(plan.weights + load.cache)} of {gib(plan.available)} available"))
+    if plan.on_device and plan.hardware.own_memory:
+        rows.append(("on the device", f"{gib(plan.hardware.fast)} free"))
     if plan.promised:
         rows.append(("other engines", f"{gib(plan.promised)} are promised to those that run: not counted as available"))
-    rows += [("accelerator", f"{device}: not used, these kernels compute on the processor") for device in plan.devices]
+    used = "computes" if plan.on_device else "not used, these kernels compute on the processor"
+    rows += [("accelerator", f"{device}: {used}") for device in plan.devices]
     out = [f"{name:26}{text}" for name, text in rows]
     if plan.placement is None:
         out.append(f"{'placement':26}none: {plan.refusal}")
@@ -168,11 +171,15 @@ def bw(
     """Measure memory, copies and the real expert kernels until they are steady, and keep the figures for `plan` and `serve`."""
     from engine.build import BuildError, choose_kernels
     from engine.experts import calibrate
+    from engine.experts.cuda import device_of
+    from engine.experts.devicerates import measure_device
     from engine.experts.identity import kernel_version, this_machine
     from engine.plan import default_profile
 
     try:
         ops = choose_kernels(kernels, threads)
+        device = device_of(ops)
+        host = ops if device is None else choose_kernels("cpu", threads)  # what the processor would do beside it
     except BuildError as e:
         raise UserError(str(e)) from None
     possible = calibrate.measurable(ops)
@@ -188,11 +195,11 @@ def bw(
             raise UserError(f"{file} cannot be measured: {e}") from None
     path = profile or default_profile()
     typer.echo("measuring; other work on this machine makes it slower", err=True)
-    read = calibrate.measure_read(ops)
+    read = calibrate.measure_read(host)
     _show("memory read", read)
     formats = {}
     for name in chosen:
-        formats[name], copies = calibrate.measure_format(ops, name)
+        formats[name], copies = calibrate.measure_format(host, name)
         _show(f"{name}{calibrate.also_called(name)} experts", formats[name].alone)
         _show(f"{name} beside copies", formats[name].shared)
         _show(f"copies of {name} experts", copies)
@@ -204,7 +211,8 @@ def bw(
             raise UserError(f"{file} cannot be measured: {e}") from None
         _show("disk", disk)
     here = this_machine(kernel_version(ops))
-    found = calibrate.Profile(here, read, None, formats, disk, time.time())
+    there = measure_device(device, ops, device.name, chosen, _show) if device else None
+    found = calibrate.Profile(here, read, None, formats, disk, time.time(), there)
     calibrate.save_profile(found, path)
     typer.echo(f"{path}: {', '.join(f'{k} {v}' for k, v in asdict(here).items() if v)}")
 

@@ -88,6 +88,31 @@ class FormatRates:
 
 
 @dataclass(frozen=True)
+class KernelRates:
+    """Stored bytes a second through the expert kernel of a format, one token: alone, while copies come; `link`: those copies."""
+
+    alone: Figure
+    shared: Figure
+    link: Figure
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Bytes a second. `link`: from page-locked memory by bytes of a copy, two given to the device at once; `read`: within its
+    memory, read and written bytes."""
+
+    name: str
+    link: dict[int, Figure]
+    read: Figure
+    formats: dict[str, KernelRates]
+
+    def link_of(self, expert_bytes: int) -> float:
+        """Of experts of this size: that of the largest measured copy that is not larger."""
+        fitting = [size for size in self.link if size <= expert_bytes]
+        return self.link[max(fitting, default=min(self.link))].rate
+
+
+@dataclass(frozen=True)
 class Profile:
     machine: Machine
     read: Figure  # STREAM-like read of host memory, all threads
@@ -95,6 +120,7 @@ class Profile:
     formats: dict[str, FormatRates]
     disk: Figure | None  # reads of whole experts from a file, past the page cache; None where none was named
     measured_at: float  # seconds since 1970
+    device: DeviceRates | None = None  # None where none computes
 
     def rates(self, kind: str) -> Rates | None:
         """What `split` needs for experts stored as `kind`; None when that was not measured."""
@@ -102,6 +128,14 @@ class Profile:
             return None
         own = self.formats[kind]
         return Rates(self.link.rate, own.alone.rate, own.shared.rate)
+
+    def device_rates(self, kind: str, expert_bytes: int) -> Rates | None:
+        """The same for experts that are copied to the device, which computes meanwhile; the processor computes none of them."""
+        if self.device is None or kind not in self.device.formats:
+            return None
+        link = min(self.device.link_of(expert_bytes), self.device.formats[kind].link.rate)
+        host = self.formats[kind].alone.rate if kind in self.formats else self.read.rate
+        return Rates(link, host, max(0.0, host - link))
 
 
 # --- measuring
@@ -297,6 +331,7 @@ def read_profile(path: Path, here: Machine, now: float) -> Profile:
             {k: FormatRates(Figure(**v["alone"]), Figure(**v["shared"])) for k, v in raw["formats"].items()},
             Figure(**raw["disk"]) if raw["disk"] else None,
             float(raw["measured_at"]),
+            _read_device(raw["device"]) if raw.get("device") else None,
         )
     except FileNotFoundError:
         raise Unusable("nothing was measured yet") from None
@@ -309,6 +344,13 @@ def read_profile(path: Path, here: Machine, now: float) -> Profile:
     if not -86400 < age < MAX_AGE_S:
         raise Unusable(f"it is {age / 86400:.0f} days old")
     return profile
+
+
+def _read_device(raw: dict) -> DeviceRates:
+    """Names of JSON objects are text, sizes of copies numbers."""
+    formats = {k: KernelRates(*(Figure(**v[name]) for name in ("alone", "shared", "link"))) for k, v in raw["formats"].items()}
+    link = {int(size): Figure(**figure) for size, figure in raw["link"].items()}
+    return DeviceRates(raw["name"], link, Figure(**raw["read"]), formats)
 
 
 def usable_profile(path: Path, here: Machine, now: float) -> Profile | None:

@@ -19,6 +19,12 @@ import torch
 from engine.experts.streams import Mark, Pair
 
 
+def device_of(ops: object, cuda: Any = torch.cuda) -> Cuda | None:
+    """The device that these kernels compute on; None for the processor's."""
+    where = getattr(ops, "device", None)
+    return Cuda(where.index or 0, cuda) if where is not None and where.type == "cuda" else None
+
+
 class Cuda:
     """One device: the current stream of the caller for kernels, a stream of its own for copies."""
 
@@ -28,6 +34,10 @@ class Cuda:
         self._cuda, self._new = cuda, new
         self.where = torch.device("cuda", index)
         self._copies = cuda.Stream(self.where)
+
+    @property
+    def name(self) -> str:
+        return self._cuda.get_device_name(self.where)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         try:

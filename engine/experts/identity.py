@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
+import subprocess
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -15,7 +18,8 @@ NVIDIA = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True)
 class Machine:
-    """`kernels` names implementation, instruction set and the build of the native module; `power` the frequency governor."""
+    """`kernels` names implementation, instruction set and the build of the native module; `power` the frequency governor and the
+    power limits of NVIDIA's devices."""
 
     cpu: str
     cores: int  # this process may use
@@ -39,9 +43,24 @@ def this_machine(kernels: str) -> Machine:
         memory=round(pages * size / 2**30) << 30,
         gpu=", ".join(sorted(_line(p, "Model:") for p in NVIDIA.glob("gpus/*/information"))),
         driver=_text(NVIDIA / "version").splitlines()[0] if (NVIDIA / "version").exists() else "",
-        power=_text(GOVERNOR),
+        power=", ".join(part for part in (_text(GOVERNOR), device_power()) if part),
         kernels=kernels,
     )
+
+
+def device_power(ask: Callable[[list[str]], str] | None = None) -> str:
+    """`gpu 450.00 W` for each device, as nvidia-smi tells their limits; a lower limit is another machine. "" where it cannot."""
+    if ask is None and not (NVIDIA.exists() and shutil.which("nvidia-smi")):
+        return ""
+    try:
+        told = (ask or _run)(["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"])
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ", ".join(f"gpu {line.strip()}" for line in told.splitlines() if line.strip())
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def kernel_version(ops: object) -> str:
@@ -51,6 +70,8 @@ def kernel_version(ops: object) -> str:
         from engine import _native
 
         parts.append(hashlib.blake2b(Path(_native.__file__).read_bytes(), digest_size=6).hexdigest())
+    elif parts[0] == "cuda":
+        parts.append(getattr(ops, "numerics", ""))  # names the device's architecture
     return "-".join(p for p in parts if p)
 
 

@@ -54,9 +54,7 @@ class Far(torch.Tensor):
             return tree_map_only(torch.Tensor, lambda t: Far.of(late, t), func(*plain, **more))
         if [str(returned.type) for returned in func._schema.returns] != ["Tensor"]:
             raise RuntimeError(f"{func}: the processor looks at what a kernel has not written yet")
-        like = func(
-            *tree_map_only(torch.Tensor, torch.zeros_like, plain), **more
-        )  # torch's own meta device takes seconds to load
+        like = func(*tree_map_only(torch.Tensor, torch.zeros_like, plain), **more)
         return late.computed(like.shape, like.dtype, lambda: func(*plain, **more), fars)
 
 
@@ -257,6 +255,7 @@ class Late:
             else:
                 self._broken = problem
         job.done, job.needs = True, []
+        job.work = job.reads = job.writes = None  # who was part of it may go
         self._pending[job.stream].remove(job)
 
     def _look(self, one: Range, writing: bool, job: Job) -> None:
