@@ -64,9 +64,10 @@ class DeviceArena:
 
     def _lay(self, slots: int) -> None:
         like = self._pool.like
-        self.bank = replace(like, gate_up=self._room(like.gate_up, slots), down=self._room(like.down, slots))
-        # as bytes, [slots, bytes of a matrix]
-        self._bytes = [_rows(data_of(weight)) for weight in (self.bank.gate_up, self.bank.down)]
+        with torch.inference_mode(False):  # the link's threads may not write to tensors of it
+            self.bank = replace(like, gate_up=self._room(like.gate_up, slots), down=self._room(like.down, slots))
+            # as bytes, [slots, bytes of a matrix]
+            self._bytes = [_rows(data_of(weight)) for weight in (self.bank.gate_up, self.bank.down)]
         # Memory that was freed may be ours while kernels begun before still use it.
         self._read: list[Mark] = [self._device.mark()] * slots
 

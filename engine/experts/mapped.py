@@ -7,17 +7,30 @@ Not yet run on a GPU: tested against a made-up driver.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from engine.experts.pool import data_of
-from engine.kernels.ops import Quant, Weight
-from engine.nn.experts import Bank
+from engine.experts.locking import HINT, Lock, lock_banks
+from engine.experts.pool import bank_bytes, data_of
+from engine.kernels.ops import Ops, Quant, Weight
+from engine.memory import gib
+from engine.nn.experts import Bank, InPlace
 
 Address = Callable[[int], int]  # of registered host memory -> on the device; raises OSError
+
+
+def in_place(banks: Sequence[Bank], ops: Ops, lock: tuple[str, Lock] | None = None, address: Address | None = None) -> InPlace:
+    """`ops` of a device on the pool itself, all of which is registered. Raises OSError with how much could not be."""
+    size = sum(bank_bytes(bank) for bank in banks)
+    locked = lock_banks(banks, size, lock)
+    if locked.short:
+        raise OSError(
+            f"{gib(locked.short)} of {gib(size)} of experts cannot be registered with the device ({locked.why}): {HINT}"
+        )
+    return InPlace(mapped(banks, address or drivers_address()), ops)
 
 
 class OnDevice:
@@ -34,8 +47,10 @@ class OnDevice:
         self.owner = owner
 
 
-def mapped(banks: Iterable[Bank], address: Address, new: Any = torch) -> list[Bank]:
+def mapped(banks: Iterable[Bank], address: Address, new: Any = None) -> list[Bank]:
     """`banks`, which are registered with the device (`locking`), as tensors of the device on the same bytes. Raises OSError."""
+
+    new = new or torch
 
     def weight(own: Weight) -> Weight:
         data = data_of(own)

@@ -12,7 +12,7 @@ import torch
 from engine.experts.cuda import Cuda
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.locking import lock_banks, this_machines
-from engine.experts.mapped import drivers_address, mapped
+from engine.experts.mapped import drivers_address, in_place, mapped
 from engine.experts.pool import HostPool, bank_bytes, data_of
 from engine.kernels.ops import Quant
 from engine.kernels.reference import ReferenceOps
@@ -111,25 +111,30 @@ def test_memory_of_a_full_device_and_memory_given_back() -> None:
 # --- one memory
 
 
-def test_experts_on_one_memory_are_tensors_of_the_device_on_the_same_bytes() -> None:
-    """A made-up driver that maps host memory where it is; `as_tensor` reads the interface as torch's does."""
-    pool = [*banks(ReferenceOps(), "bf16", 1), *banks(ReferenceOps(), "Q8_0", 1)]
-    asked = []
+def as_tensor(data, device):
+    """Reads the interface as torch's own does, of memory that is in one place."""
+    assert device == "cuda"
+    found = data.__cuda_array_interface__
+    assert (found["typestr"], found["strides"], found["version"]) == ("|u1", None, 3) and not found["data"][1]
+    memory = (ctypes.c_uint8 * found["shape"][0]).from_address(found["data"][0])
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def as_tensor(data, device):
-        assert device == "cuda"
-        found = data.__cuda_array_interface__
-        assert (found["typestr"], found["strides"], found["version"]) == ("|u1", None, 3) and not found["data"][1]
-        memory = (ctypes.c_uint8 * found["shape"][0]).from_address(found["data"][0])
-        return torch.frombuffer(memory, dtype=torch.uint8)
+
+def one_memory(asked: list[int]) -> SimpleNamespace:
+    """A made-up driver that maps host memory where it is."""
 
     def pointer(found, host, flags):
         asked.append(host)
         found._obj.value = host
         return 0
 
-    driver = SimpleNamespace(cuMemHostGetDevicePointer_v2=Function(pointer))
-    there = mapped(pool, drivers_address(driver), SimpleNamespace(as_tensor=as_tensor))
+    return SimpleNamespace(cuMemHostGetDevicePointer_v2=Function(pointer))
+
+
+def test_experts_on_one_memory_are_tensors_of_the_device_on_the_same_bytes() -> None:
+    pool = [*banks(ReferenceOps(), "bf16", 1), *banks(ReferenceOps(), "Q8_0", 1)]
+    asked: list[int] = []
+    there = mapped(pool, drivers_address(one_memory(asked)), SimpleNamespace(as_tensor=as_tensor))
     assert asked == [data_of(w).data_ptr() for bank in pool for w in (bank.gate_up, bank.down)]
     for bank, own in zip(there, pool, strict=True):
         for alias, weight in ((bank.gate_up, own.gate_up), (bank.down, own.down)):
@@ -145,6 +150,19 @@ class Function:
 
     def __call__(self, *arguments):
         return self._call(*arguments)
+
+
+def test_on_one_memory_a_device_computes_on_the_loaded_experts_and_copies_nothing(monkeypatch) -> None:
+    pool, generator, ops = banks(ReferenceOps(), "f32"), torch.Generator().manual_seed(0), ReferenceOps()
+    monkeypatch.setattr("engine.experts.mapped.torch.as_tensor", as_tensor)
+    address = drivers_address(one_memory([]))
+    experts = in_place(pool, ops, ("made up", lambda address, size: ""), address)
+    call = step(generator, 4)
+    for _ in range(2):
+        assert torch.equal(experts.run(1, *call), ops.moe(*call, pool[1].gate_up, pool[1].down, "silu"))
+        pool[1].gate_up.mul_(2)  # what lies in host memory is what is computed with
+    with pytest.raises(OSError, match="cannot be registered with the device .no more.: raise the limit"):
+        in_place(pool, ops, ("made up", lambda address, size: "no more"), address)
 
 
 def test_host_memory_that_the_device_cannot_see_is_refused() -> None:

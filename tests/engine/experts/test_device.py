@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,17 @@ def test_what_stays_after_a_resize_is_still_a_hit() -> None:
             assert experts.slots.counts.misses == before and not experts.counts["emptied"]
 
 
+def test_slots_made_during_a_step_can_be_filled_by_the_links_threads() -> None:
+    """torch lets nobody write to tensors of its inference mode from outside of it."""
+    ops, late, generator = ReferenceOps(), Late(), torch.Generator().manual_seed(3)
+    pool = banks(ops, "f32")
+    with on_device(locked(pool, late), ops, late, 10) as experts, torch.inference_mode():
+        experts.resize(20)
+        call = step(generator, 2)
+        assert torch.equal(run(experts, late, 0, *call), truth(ops, pool[0], *call))
+        assert experts.counts["copy_failed"] == 0
+
+
 @pytest.mark.parametrize("slots", [20, 4])
 def test_where_old_and_new_slots_do_not_fit_at_once_what_lay_there_is_lost_and_comes_again(monkeypatch, slots: int) -> None:
     ops, late, generator = ReferenceOps(), Late(), torch.Generator().manual_seed(3)
@@ -360,3 +372,24 @@ def test_the_processor_cannot_look_at_what_the_device_has_not_written() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         far + torch.ones(3)
     assert torch.isnan(far.plain).all() and torch.equal(late.to_host(far + 1)[0], torch.full((3,), 2.0))
+
+
+# --- the device's own kernels
+
+
+def test_triton_kernels_over_slots_have_the_bits_of_all_experts_and_not_those_of_the_processor() -> None:
+    """In Triton's interpreter, with the device made up: what a GPU would run, but for the GPU."""
+    inner, late, generator = (
+        importlib.import_module("engine.kernels.cuda.ops").CudaOps(),
+        Late(),
+        torch.Generator().manual_seed(0),
+    )
+    pool = banks(ReferenceOps(), "bf16", 1)
+    kernels_of = Kernels(LateOps(inner, late), late, ReferenceOps())
+    assert not kernels_of.one_arithmetic, "the processor may compute nothing beside them"
+    lock_banks(pool, 1 << 40, ("made up", late.register))
+    experts = run_groups([Group("offload", (0,), 5, "")], Source({0: pool[0]}), kernels_of, Ways(EVEN))
+    for rows in (1, 3):
+        call = step(generator, rows)
+        assert torch.equal(run(experts, late, 0, *call), truth(inner, pool[0], *call))
+    experts.close(), late.check()
