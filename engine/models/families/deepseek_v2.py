@@ -32,4 +32,4 @@ def spec(config: Config) -> ModelSpec:
         top_groups=config.int("topk_group") if grouped else 1,
         group_best=1,
     )
-    return deepseek_v3.decoder(config, "deepseek_v2", sparse, ["dense"] * config.natural("first_k_dense_replace", 0))
+    return deepseek_v3.decoder(config, "deepseek_v2", sparse, deepseek_v3.first_dense(config, 0))

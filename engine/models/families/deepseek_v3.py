@@ -27,8 +27,13 @@ SKIP: dict[str, str] = {}
 
 
 def spec(config: Config) -> ModelSpec:
-    dense = config.natural("first_k_dense_replace", 3)
-    return decoder(config, config.model_type, sparse(config), ["dense"] * dense)
+    return decoder(config, config.model_type, sparse(config), first_dense(config, 3))
+
+
+def first_dense(config: Config, default: int) -> list[str]:
+    """The kind of every layer: "dense" for the first few, "sparse" for the others."""
+    dense = config.natural("first_k_dense_replace", default)
+    return ["dense" if i < dense else "sparse" for i in range(layer_count(config))]
 
 
 def sparse(config: Config) -> MoeSpec:
@@ -49,9 +54,8 @@ def sparse(config: Config) -> MoeSpec:
 
 
 def decoder(config: Config, family: str, sparse: MoeSpec, kinds: list[str]) -> ModelSpec:
-    """`kinds` of the first layers: "dense" or "sparse"; those behind them are sparse."""
-    mixer, count = latent_attention(config), layer_count(config)
-    kinds = [*kinds, *["sparse"] * count][:count]
+    """`kinds` of the layers: "dense" or "sparse"."""
+    mixer = latent_attention(config)
     return ModelSpec(
         family=family,
         hidden=config.int("hidden_size"),

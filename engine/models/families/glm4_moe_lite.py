@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.models.config import Config
 from engine.models.families import deepseek_v3
-from engine.models.families.common import layer_count, layer_kinds
+from engine.models.families.common import layer_kinds
 from engine.models.spec import ModelSpec
 
 MODEL_TYPES = ("glm4_moe_lite",)
@@ -13,7 +13,5 @@ SKIP: dict[str, str] = {}
 
 
 def spec(config: Config) -> ModelSpec:
-    dense = config.natural("first_k_dense_replace", 1)
-    default = ("dense" if i < dense else "sparse" for i in range(layer_count(config)))
-    kinds = layer_kinds(config, default, ("dense", "sparse"), "mlp_layer_types")
+    kinds = layer_kinds(config, deepseek_v3.first_dense(config, 1), ("dense", "sparse"), "mlp_layer_types")
     return deepseek_v3.decoder(config, "glm4_moe_lite", deepseek_v3.sparse(config), list(kinds))

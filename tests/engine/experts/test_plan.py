@@ -42,7 +42,7 @@ STEADY = Figure(20e9, 2, True)
 PROFILE = Profile(HERE, STEADY, None, {"F32": FormatRates(Figure(10e9, 1, True), Figure(8e9, 1, True))}, None, 1000.0)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe_mixed", "qwen3_5_moe_text", "qwen2_moe", "llama"])
+@pytest.fixture(scope="module", params=["qwen3_moe_mixed", "qwen3_5_moe_text", "qwen2_moe", "deepseek_v3", "llama"])
 def checkpoint(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     make_tiny(request.param, path)

@@ -12,7 +12,7 @@ from engine.ipc import Anchor, Done, Sampling
 from tests.engine.serve.harness import GREEDY, Engine, generate
 from tests.support.tiny import VOCAB, make_tiny
 
-KINDS = ("mistral", "qwen3_moe", "qwen3_5_moe_text")  # sliding window, full attention with experts, recurrent hybrid
+KINDS = ("mistral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text")  # sliding window, full, latent, recurrent hybrid
 
 
 @pytest.fixture(scope="module", params=KINDS)
