@@ -159,11 +159,7 @@ void route(Ops& ops, H ids_, H weights_, H logits_, H bias_, bool sigmoid, bool 
     const Tensor logits = tensor(logits_, "logits", F32, {-1, -1}), ids = tensor(ids_, "ids", I32, {logits.shape[0], -1});
     const Tensor weights = tensor(weights_, "weights", F32, {logits.shape[0], ids.shape[1]});
     const int64_t experts = logits.shape[1];
-    if (groups < 1 || groups > MAX_GROUPS || experts % groups || (groups > 1 && experts < 2 * groups))
-        fail("groups: must divide the experts into groups of two or more, at most " + std::to_string(MAX_GROUPS));
-    if (top_groups < 1 || top_groups > groups) fail("top_groups: must be in 1.." + std::to_string(groups));
-    if (group_best < 1 || group_best > 2) fail("group_best: must be 1 or 2");
-    if (ids.shape[1] > experts / groups * top_groups) fail("ids: more experts wanted than there are");
+    check_route(experts, ids.shape[1], groups, top_groups, group_best);
     const float* bias = bias_.is_none() ? nullptr : tensor(bias_, "bias", F32, {experts}).f();
     if (!ids.size()) return;
     const RouteRule rule{(int)experts, (int)ids.shape[1], sigmoid, renorm, scale, groups, top_groups, group_best, bias};
@@ -229,4 +225,5 @@ NB_MODULE(_native, m) {
              nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("group_best"))
         .def("stream_read", &stream_read);
     bind_attention(ops);
+    bind_halves(m, ops);
 }

@@ -7,7 +7,6 @@ namespace {
 
 enum Slot { PANEL, HIDDEN, HIDDEN_PANEL, TABLES };
 constexpr int64_t BLOCK = 32;           // rows of a panel block
-constexpr int64_t TASK_ELEMENTS = 8192; // elementwise work below ~2 us is cheaper than waking a thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 size_t aligned(size_t n) { return (n + 63) / 64 * 64; }
@@ -27,13 +26,6 @@ const Kernels& kernels(Isa isa) {
     return base_kernels();
 }
 
-template <class Body> void Ops::rows(int64_t n, int64_t row_elements, const Body& f) {
-    const int64_t step = std::max<int64_t>(1, TASK_ELEMENTS / std::max<int64_t>(1, row_elements));
-    pool_.run(ceil_div(n, step), [&](int64_t task, int) {
-        for (int64_t r = task * step; r < std::min(n, (task + 1) * step); r++) f(r);
-    });
-}
-
 void Ops::dequantize(const Matrix& m, float* out) {
     auto held = pool_.hold();
     rows(m.rows, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + r * m.stride, 0, m.cols, out + r * m.cols); });
@@ -44,13 +36,13 @@ void Ops::embed(const Matrix& m, const int32_t* ids, int64_t n, float* out) {
     rows(n, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + ids[r] * m.stride, 0, m.cols, out + r * m.cols); });
 }
 
-void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out) {
+void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld) {
     auto held = pool_.hold();
     void* panel = pool_.shared(PANEL, kernels_.panel_bytes(n, w.cols));
     const size_t scratch = kernels_.linear_scratch(w.format, w.cols);
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
     pool_.run(ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(panel, w.format, n, w.cols, b, x, nullptr); });
-    const LinearJob job{w, panel, n, bias, out, w.rows};
+    const LinearJob job{w, panel, n, bias, out, ld ? ld : w.rows};
     const int64_t row_tasks = ceil_div(w.rows, WEIGHT_ROWS);
     pool_.run(ceil_div(n, TOKENS) * row_tasks, [&](int64_t task, int thread) {
         const int64_t r = task % row_tasks * WEIGHT_ROWS, t = task / row_tasks * TOKENS;

@@ -2,8 +2,11 @@
 //
 // Inputs are already checked (tensors.h). Methods may be called from several threads; one runs at a time.
 #pragma once
+#include "halves.h"
 #include "kernels/kernels.h"
 #include "pool.h"
+
+#include <algorithm>
 
 struct Sequences {
     const int32_t *cu, *start, *pages, *slot; // [n + 1], [n], [n, width], [n]
@@ -19,7 +22,8 @@ public:
 
     void dequantize(const Matrix& m, float* out);
     void embed(const Matrix& table, const int32_t* ids, int64_t n, float* out);
-    void linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out);
+    // rows of out lie `ld` apart, 0: one behind the other
+    void linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld = 0);
     // up [B, 2I, H], down [B, H, I]: shapes of one expert; expert e lies at place[e] of these banks (null: at e)
     void moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
              const Matrix& up, const Matrix& down, int act, float* out);
@@ -43,11 +47,39 @@ public:
     void route(const float* logits, int64_t rows, const RouteRule& rule, int32_t* ids, float* weights);
     float read(const uint8_t* data, int64_t bytes);
 
+    // halves.h
+    static constexpr int ROLES = 10;
+    void attention_half(const AttentionHalf& a, const Stream& s, const Rotation& rope, uint16_t* k_pages, uint16_t* v_pages,
+                        const Sequences& seq);
+    void delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
+                    int sequences);
+    void mlp_half(const MlpHalf& m, const Stream& s);
+    void moe_half(const MoeHalf& m, const Stream& s);
+    // As far as the routed experts: out [n, hidden] is what they get; x is left without their result.
+    void choose_half(const MoeHalf& m, const Stream& s, float* out, int32_t* ids, float* weights, float* always);
+
 private:
+    static constexpr int64_t TASK_ELEMENTS = 8192; // elementwise work below ~2 us is cheaper than waking a thread
+
     // f(row) for every row, several rows a task so that a task is worth waking a thread for.
-    template <class Body> void rows(int64_t n, int64_t row_elements, const Body& f);
+    template <class Body> void rows(int64_t n, int64_t row_elements, const Body& f) {
+        const int64_t step = std::max<int64_t>(1, TASK_ELEMENTS / std::max<int64_t>(1, row_elements));
+        pool_.run((n + step - 1) / step, [&](int64_t task, int) {
+            for (int64_t r = task * step; r < std::min(n, (task + 1) * step); r++) f(r);
+        });
+    }
+
+    float* room(int role, int64_t count);
+    float* normed(const Norm& norm, const Stream& s);
+    float* fan(const Fan& f, const float* x, int64_t n);
+    const float* columns(int role, const float* wide, int64_t n, int64_t width, int64_t first, int64_t count);
+    float* gated(const float* wide, int64_t n, int64_t width, int64_t first, int64_t inter, int act);
+    void route_half(const MoeHalf& m, const float* x, int64_t n, int32_t* ids, float* weights, float* always);
+    void add(float* x, const float* y, int64_t n);
 
     const Isa isa_;
     const Kernels& kernels_;
     Pool pool_;
+    std::mutex halves_;         // taken before the pool's: scratch of a half lives longer than one operation
+    Pool::Buffer half_[ROLES]; // kept: the next layer needs the same
 };

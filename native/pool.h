@@ -26,6 +26,14 @@ public:
 
     int threads() const { return threads_; }
 
+    // 64-byte aligned memory that grows; what it held is lost then. Throws std::bad_alloc.
+    struct Buffer {
+        void* data = nullptr;
+        size_t size = 0;
+        void* need(size_t bytes);
+        ~Buffer();
+    };
+
     // Holds the pool for one operation; scratch belongs to the holder. Callers on other threads wait their turn.
     std::unique_lock<std::mutex> hold() { return std::unique_lock(mutex_); }
 
@@ -42,12 +50,6 @@ public:
     void* local(int thread, int slot, size_t bytes); // call on the caller's thread, before run()
 
 private:
-    struct Buffer {
-        void* data = nullptr;
-        size_t size = 0;
-        void* need(size_t bytes);
-        ~Buffer();
-    };
     struct alignas(64) Range {
         std::atomic<int64_t> next{0};
         int64_t end = 0;

@@ -154,7 +154,17 @@ inline void check_pages(const Tensor& cu, const Tensor& start, const Tensor& pag
     }
 }
 
+inline void check_route(int64_t experts, int64_t k, int groups, int top_groups, int group_best) {
+    if (groups < 1 || groups > MAX_GROUPS || experts % groups || (groups > 1 && experts < 2 * groups))
+        fail("groups: must divide the experts into groups of two or more, at most " + std::to_string(MAX_GROUPS));
+    if (top_groups < 1 || top_groups > groups) fail("top_groups: must be in 1.." + std::to_string(groups));
+    if (group_best < 1 || group_best > 2) fail("group_best: must be 1 or 2");
+    if (k > experts / groups * top_groups) fail("ids: more experts wanted than there are");
+}
+
 using release = nb::gil_scoped_release;
 using H = nb::handle;
 
-void bind_attention(nb::class_<Ops>& ops); // module_attention.cpp
+// the other parts of the door, each in module_NAME.cpp
+void bind_attention(nb::class_<Ops>& ops);
+void bind_halves(nb::module_& m, nb::class_<Ops>& ops);

@@ -7,7 +7,7 @@ import base64
 import torch
 
 from engine.experts.trace import MAX_BYTES, Recorder
-from engine.nn.experts import Experts
+from engine.nn.experts import Bank, Experts
 
 
 class Recording:
@@ -17,6 +17,11 @@ class Recording:
         self.inner = inner
         self._layers, self._experts = layers, experts
         self._recorder: Recorder | None = None
+        self._in_place = getattr(inner, "in_place", None)
+
+    def in_place(self, layer: int) -> Bank | None:
+        """As `inner`'s; nobody may compute unasked while a recording runs."""
+        return self._in_place(layer) if self._in_place and self._recorder is None else None
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._recorder is not None:

@@ -10,10 +10,11 @@ import torch
 
 from engine import _native
 from engine.cores import own_cores, physical_cores
+from engine.kernels.cpu_joined import CpuJoined, floats, stored
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
 
-ABI = 4  # of the module these calls are written for (native/cpu.h)
+ABI = 5  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
@@ -41,6 +42,11 @@ class CpuOps:
         self._ops = _native.Ops(threads, isa, cores if self.bound else [])
 
     @property
+    def joined(self) -> CpuJoined:
+        """Half layers in one call each."""
+        return CpuJoined(self._ops)
+
+    @property
     def isa(self) -> str:
         """The instruction set in use."""
         return self._ops.isa
@@ -63,7 +69,7 @@ class CpuOps:
         return weight.float().contiguous() if weight.dim() == 1 else weight.contiguous()
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
-        data, kind = _stored(table)
+        data, kind = stored(table)
         out = torch.empty(ids.shape[0], table.shape[-1])
         self._ops.embed(out, data, kind, ids)
         return out
@@ -71,7 +77,7 @@ class CpuOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._ops.rms_norm(out, x, _float(weight), eps, plus_one)
+        self._ops.rms_norm(out, x, floats(weight), eps, plus_one)
         return out
 
     def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -93,9 +99,9 @@ class CpuOps:
         return x
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        data, kind = _stored(weight)
+        data, kind = stored(weight)
         out = torch.empty(x.shape[0], data.shape[0])
-        self._ops.linear(out, x.contiguous(), data, kind, None if bias is None else _float(bias))
+        self._ops.linear(out, x.contiguous(), data, kind, floats(bias))
         return out
 
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -120,7 +126,7 @@ class CpuOps:
         return out
 
     def heads_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        data, kind = _stored(weight)
+        data, kind = stored(weight)
         out = torch.empty(*x.shape[:2], data.shape[1])
         self._ops.heads_linear(out, x.contiguous(), data, kind)
         return out
@@ -143,7 +149,7 @@ class CpuOps:
         spec: DeltaNetSpec,
     ) -> torch.Tensor:
         out = torch.empty(qkv.shape[0], spec.value_heads, spec.value_dim)
-        conv, dt_bias, a_log = (_float(weights[name]) for name in ("conv", "dt_bias", "a_log"))
+        conv, dt_bias, a_log = (floats(weights[name]) for name in ("conv", "dt_bias", "a_log"))
         qkv, a, b = qkv.contiguous(), a.contiguous(), b.contiguous()
         self._ops.delta_net(out, qkv, a, b, conv, dt_bias, a_log, state.conv, state.s, seg.cu, seg.slot)
         return out
@@ -151,7 +157,7 @@ class CpuOps:
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._ops.gated_norm(out, x, z.contiguous(), _float(weight), eps)
+        self._ops.gated_norm(out, x, z.contiguous(), floats(weight), eps)
         return out
 
     def gate_mul(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
@@ -164,7 +170,7 @@ class CpuOps:
         ids = torch.empty(logits.shape[0], spec.top_k, dtype=torch.int32)
         weights = torch.empty(logits.shape[0], spec.top_k)
         rule = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups, spec.group_best)
-        self._ops.route(ids, weights, logits.contiguous(), None if bias is None else _float(bias), *rule)
+        self._ops.route(ids, weights, logits.contiguous(), floats(bias), *rule)
         return ids, weights
 
     def moe(
@@ -177,7 +183,7 @@ class CpuOps:
         act: str,
         place: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        up, down = _stored(gate_up), _stored(down)
+        up, down = stored(gate_up), stored(down)
         x = x.contiguous()
         out = torch.empty_like(x)
         self._ops.moe(out, x, ids.contiguous(), weights.contiguous(), *up, *down, act, place)
@@ -192,13 +198,3 @@ class CpuOps:
         out = torch.empty(parts.shape[0], parts.shape[2])
         self._ops.moe_merge(out, parts.contiguous(), ids.contiguous(), weights.contiguous())
         return out
-
-
-def _stored(weight: Weight) -> tuple[torch.Tensor, str]:
-    """The tensor that holds a weight and its block type ("" for a float tensor)."""
-    return (weight.data, weight.type) if isinstance(weight, Quant) else (weight, "")
-
-
-def _float(weight: torch.Tensor) -> torch.Tensor:
-    """Small vectors a checkpoint keeps in bf16; `prepare` has already converted the ones that matter for speed."""
-    return weight if weight.dtype is torch.float32 else weight.float()

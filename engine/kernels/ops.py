@@ -10,12 +10,13 @@ Contract for every implementation:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from engine.models.spec import DeltaNetSpec, MoeSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, MlpSpec, MoeSpec
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,76 @@ class StateLayer:
 
     conv: torch.Tensor
     s: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Half:
+    """A half layer with its weights, from one sum of the residual stream to the next. `norm` float32 [H].
+
+    `parts` are the matrices over the normed rows, in the order of the decoder's steps: one for all where they lie together.
+    """
+
+    norm: torch.Tensor
+    eps: float
+    parts: tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class AttentionHalf(Half):
+    spec: AttentionSpec
+    biases: tuple[torch.Tensor | None, ...]  # of each part
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # of the heads of q and k
+    out: Weight
+    out_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DeltaHalf(Half):
+    spec: DeltaNetSpec
+    rule: dict[str, torch.Tensor]  # as `Ops.delta_net` takes them
+    out_norm: torch.Tensor
+    out: Weight
+
+
+@dataclass(frozen=True)
+class MlpHalf(Half):
+    spec: MlpSpec
+    down: Weight
+
+
+@dataclass(frozen=True)
+class MoeHalf(Half):
+    spec: MoeSpec
+    bias: torch.Tensor | None
+    shared_down: Weight | None
+    bank: tuple[Weight, Weight] | None  # gate_up and down of all experts, where they may be computed in place
+
+
+Added = torch.Tensor | None  # what the half before left to be added, [T, H]
+Rope = tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, dim/2] at the rows' positions
+
+
+class JoinedMoe(Protocol):
+    def __call__(self, x: torch.Tensor, added: Added) -> None:
+        """The whole half, on its `bank`."""
+
+    def choose(self, x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As far as the routed experts: what they get [T, H], their ids and weights [T, k], and what the shared expert says."""
+
+
+class Joined(Protocol):
+    """Optional, `Ops.joined`: half layers in one call, with the bits of their steps one by one.
+
+    Such a call adds `added` to x and then its own result, in place. The weights are checked when it is made (ValueError).
+    """
+
+    def attention(self, half: AttentionHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]: ...
+
+    def delta_net(self, half: DeltaHalf) -> Callable[[torch.Tensor, Added, StateLayer, Segments], None]: ...
+
+    def mlp(self, half: MlpHalf) -> Callable[[torch.Tensor, Added], None]: ...
+
+    def moe(self, half: MoeHalf) -> JoinedMoe: ...
 
 
 class Ops(Protocol):

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
-from engine.kernels.ops import KVLayer, Ops, Segments, StateLayer, Weight
-from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from engine.kernels.ops import (
+    AttentionHalf,
+    DeltaHalf,
+    JoinedMoe,
+    KVLayer,
+    MlpHalf,
+    MoeHalf,
+    Ops,
+    Rope,
+    Segments,
+    StateLayer,
+    Weight,
+)
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from engine.nn.batch import Batch, Cache
-from engine.nn.experts import Experts, InPlace, expert_banks
+from engine.nn.experts import Experts, InPlace, LayerExperts, expert_banks
 from engine.nn.latent import LatentAttention
 from engine.nn.rope import RopeTable
-
-Rope = tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, dim/2] at this step's positions
-Ffn = Callable[[torch.Tensor], torch.Tensor]  # [T, H] -> [T, H]
-Routed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # `Experts.run` of one layer
 
 
 class Decoder:
@@ -34,7 +41,7 @@ class Decoder:
         self._final_norm = _norm_weight(spec, weights["final_norm"])
         experts = experts or InPlace(expert_banks(spec, weights), ops)
         moe = [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeSpec)]
-        routed = {i: partial(experts.run, number) for number, i in enumerate(moe)}
+        routed = {i: LayerExperts(experts, number) for number, i in enumerate(moe)}
         self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
         ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
         self._ropes = {rope: RopeTable(rope) for rope in ropes if rope}
@@ -47,21 +54,25 @@ class Decoder:
         x = ops.embed(self._embed, batch.tokens)
         if spec.embed_scale != 1.0:
             x = x * spec.embed_scale
-        out = None  # of the last block: the next one adds it to x
+        out = None  # of the last half layer: the next one adds it to x
         for layer, kv, state in zip(self._layers, cache.kv, cache.states, strict=True):
             out = layer.mix(x, out, ropes, kv, state, seg)
             if layer is self._layers[-1]:  # no later token reads what follows: only the rows whose logits are wanted go on
-                x, out = x.index_select(0, batch.logit_rows), out.index_select(0, batch.logit_rows)
+                x, out = x.index_select(0, batch.logit_rows), out if out is None else out.index_select(0, batch.logit_rows)
                 if x.shape[0] == 0:
                     return x.new_empty(0, spec.vocab)
             out = layer.feed(x, out)
-        return ops.linear(ops.add_norm(x, out, self._final_norm, spec.norm_eps), self._head)
+        return ops.linear(_sum_norm(ops, x, out, self._final_norm, spec.norm_eps), self._head)
 
 
 class _Layer:
-    """x + mixer(norm(x)), then x + ffn(norm(x))."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)).
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, weights: _Scope, ops: Ops, routed: Routed | None) -> None:
+    A half that `ops` has joined adds its own result to x and leaves nothing; one that goes step by step leaves its result to the
+    next, whose norm adds it.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, weights: _Scope, ops: Ops, routed: LayerExperts | None) -> None:
         self._ops, self._eps = ops, spec.norm_eps
         self._mixer_norm = _norm_weight(spec, weights["mixer_norm"])
         self._ffn_norm = _norm_weight(spec, weights["ffn_norm"])
@@ -74,9 +85,11 @@ class _Layer:
         else:
             self._mixer = _DeltaNet(spec, layer.mixer, weights.inner("delta."), ops)
         if isinstance(layer.ffn, MoeSpec):
-            self._ffn: Ffn = _Moe(layer.ffn, weights.inner("moe."), ops, routed)
+            self._ffn: _Moe | _Mlp = _Moe(layer.ffn, weights.inner("moe."), ops, routed)
         else:
-            self._ffn = _Mlp(layer.ffn.act, weights.inner("mlp."), ops)
+            self._ffn = _Mlp(layer.ffn, weights.inner("mlp."), ops)
+        self._joined_mixer = _joined(ops, self._mixer, self._mixer_norm, spec.norm_eps)
+        self._joined_ffn = _joined(ops, self._ffn, self._ffn_norm, spec.norm_eps)
 
     def mix(
         self,
@@ -86,15 +99,17 @@ class _Layer:
         kv: KVLayer | None,
         state: StateLayer | None,
         seg: Segments,
-    ) -> torch.Tensor:
-        """Adds what the layer before this one left to `x`, in place; returns what the next step is to add."""
-        if before is None:
-            return self._mixer(self._ops.rms_norm(x, self._mixer_norm, self._eps, False), ropes, kv or state, seg)
-        return self._mixer(self._ops.add_norm(x, before, self._mixer_norm, self._eps), ropes, kv or state, seg)
+    ) -> torch.Tensor | None:
+        """Adds what the half before this one left to `x`, in place; returns what the next one is to add, if anything."""
+        if self._joined_mixer is not None:
+            return self._joined_mixer(x, before, ropes, kv or state, seg)
+        return self._mixer(_sum_norm(self._ops, x, before, self._mixer_norm, self._eps), ropes, kv or state, seg)
 
-    def feed(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def feed(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
         """As `mix`."""
-        return self._ffn(self._ops.add_norm(x, before, self._ffn_norm, self._eps))
+        if self._joined_ffn is not None:
+            return self._joined_ffn(x, before)
+        return self._ffn(_sum_norm(self._ops, x, before, self._ffn_norm, self._eps))
 
 
 class _Fan:
@@ -124,6 +139,13 @@ class _Fan:
     def is_joined(self) -> bool:
         return self._whole is not None
 
+    @property
+    def stored(self) -> tuple[tuple[Weight, ...], tuple[torch.Tensor | None, ...]]:
+        """The matrices a product reads, and their biases."""
+        if self._whole is not None:
+            return (self._whole,), (self._bias,)
+        return tuple(self._parts), tuple(self._biases)
+
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """All parts in one tensor, one behind the other."""
         return self._cut(self._linear(x, self._whole, self._bias))
@@ -145,6 +167,16 @@ class _Attention:
         self._norms = None
         if mixer.qk_norm:
             self._norms = _norm_weight(spec, weights["q_norm"]), _norm_weight(spec, weights["k_norm"])
+
+    def join(self, norm: torch.Tensor, eps: float) -> Callable[..., None]:
+        parts, biases = self._qkv.stored
+        half = AttentionHalf(norm, eps, parts, self._spec, biases, self._norms, self._o, self._o_bias)
+        run, rope = self._ops.joined.attention(half), self._spec.rope
+
+        def attention(x: torch.Tensor, added: torch.Tensor | None, ropes: dict[object, Rope], kv: KVLayer, seg: Segments) -> None:
+            run(x, added, ropes[rope] if rope else None, kv, seg)
+
+        return attention
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]
@@ -177,6 +209,11 @@ class _DeltaNet:
         self._o, self._norm = weights["o"], weights["norm"]
         self._rule = {name: weights[name] for name in ("conv", "dt_bias", "a_log")}
 
+    def join(self, norm: torch.Tensor, eps: float) -> Callable[..., None]:
+        half = DeltaHalf(norm, eps, self._in.stored[0], self._spec, self._rule, self._norm, self._o)
+        run = self._ops.joined.delta_net(half)
+        return lambda x, added, ropes, state, seg: run(x, added, state, seg)
+
     def __call__(self, x: torch.Tensor, ropes: dict, state: StateLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]
         qkv, z, b, a = self._in(x)
@@ -190,30 +227,48 @@ class _DeltaNet:
 class _Mlp:
     """down(act(gate(x)) * up(x)): the gated feed-forward (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, act: str, weights: _Scope, ops: Ops) -> None:
-        self._ops, self._act = ops, act
+    def __init__(self, spec: MlpSpec, weights: _Scope, ops: Ops) -> None:
+        self._ops, self._spec = ops, spec
         self._in = _Fan(weights, "in", ("gate", "up"), ops)
         self._down = weights["down"]
 
+    def join(self, norm: torch.Tensor, eps: float) -> Callable[..., None]:
+        return self._ops.joined.mlp(MlpHalf(norm, eps, self._in.stored[0], self._spec, self._down))
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._in(x)
-        return self._ops.linear(self._ops.gate_mul(gate, up, self._act), self._down)
+        return self._ops.linear(self._ops.gate_mul(gate, up, self._spec.act), self._down)
 
 
 class _Moe:
     """Router, top-k experts, and the shared expert every token passes."""
 
-    def __init__(self, spec: MoeSpec, weights: _Scope, ops: Ops, routed: Routed) -> None:
+    def __init__(self, spec: MoeSpec, weights: _Scope, ops: Ops, routed: LayerExperts) -> None:
         self._spec, self._ops, self._routed = spec, ops, routed
         shared = (("shared.switch",) if spec.shared_switch else ()) + (("shared.gate", "shared.up") if spec.shared_inter else ())
         self._in = _Fan(weights, "in", ("router", *shared), ops)
         self._shared_down, self._router_bias = weights.get("shared.down"), weights.get("router_bias")
 
+    def join(self, norm: torch.Tensor, eps: float) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
+        routed, bank = self._routed, self._routed.in_place
+        banks = (bank.gate_up, bank.down) if bank else None
+        parts = self._in.stored[0]
+        run: JoinedMoe = self._ops.joined.moe(MoeHalf(norm, eps, parts, self._spec, self._router_bias, self._shared_down, banks))
+
+        def moe(x: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor | None:
+            if routed.in_place:
+                return run(x, added)
+            x, ids, scores, always = run.choose(x, added)
+            out = routed.run(x, ids, scores)
+            return out if always is None else out + always
+
+        return moe
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         spec, ops = self._spec, self._ops
         router, *shared = self._in(x)
         ids, scores = ops.route(router, spec, self._router_bias)
-        out = self._routed(x, ids, scores)
+        out = self._routed.run(x, ids, scores)
         if not shared:
             return out
         *switch, gate, up = shared
@@ -237,6 +292,17 @@ class _Scope:
 
     def inner(self, prefix: str) -> _Scope:
         return _Scope(self._weights, self._prefix + prefix)
+
+
+def _joined(ops: Ops, part: object, norm: torch.Tensor, eps: float) -> Callable[..., torch.Tensor | None] | None:
+    """The half layer of `part` in one call; None where `ops` or `part` knows no such thing."""
+    join = getattr(part, "join", None)
+    return join(norm, eps) if join and getattr(ops, "joined", None) is not None else None
+
+
+def _sum_norm(ops: Ops, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of x, after `added` was added to it in place."""
+    return ops.rms_norm(x, weight, eps, False) if added is None else ops.add_norm(x, added, weight, eps)
 
 
 def _norm_weight(spec: ModelSpec, weight: torch.Tensor) -> torch.Tensor:

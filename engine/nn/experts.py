@@ -36,6 +36,24 @@ class Experts(Protocol):
         `ops.moe` on the whole bank, wherever the weights were.
         """
 
+    # `in_place(layer)` is optional: the bank on which `run` would do nothing but `ops.moe`, for who wants to compute on it
+    # unasked; None while somebody wants to be asked. It is the same bank every time it is one.
+
+
+class LayerExperts:
+    """The experts of one layer."""
+
+    def __init__(self, experts: Experts, layer: int) -> None:
+        self._experts, self._layer = experts, layer
+        self._in_place = getattr(experts, "in_place", None)
+
+    @property
+    def in_place(self) -> Bank | None:
+        return self._in_place(self._layer) if self._in_place else None
+
+    def run(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self._experts.run(self._layer, x, ids, weights)
+
 
 class InPlace:
     """Computes on the pool, copies nothing."""
@@ -46,6 +64,9 @@ class InPlace:
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         bank = self._banks[layer]
         return self._moe(x, ids, weights, bank.gate_up, bank.down, bank.act)
+
+    def in_place(self, layer: int) -> Bank:
+        return self._banks[layer]
 
 
 def expert_banks(spec: ModelSpec, weights: Mapping[str, Weight]) -> list[Bank]:

@@ -47,7 +47,7 @@ class Spans:
     def clear(self) -> None:
         self.time: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
-        self.arguments: dict[str, tuple] = {}  # of the last call of each kernel
+        self.last: dict[str, tuple[Callable, tuple]] = {}  # call of each kernel
         self.layer = False
 
     def timed(self, name: str, call: Callable) -> Callable:
@@ -86,9 +86,24 @@ class Spans:
             if self.layer:
                 self.time["layers' kernels"] += spent
                 self.calls["layers"] += 1
-            self.arguments[name] = args
+            self.last[name] = call, args
 
         return wrapper
+
+    def half(self, name: str, make: Callable) -> Callable:
+        return lambda *args: TimedHalf(name, make(*args), self)
+
+
+class TimedHalf:
+    """A half layer under the clock."""
+
+    def __init__(self, name: str, half: Callable, spans: Spans) -> None:
+        self._call = spans.kernel(name, half)
+        if hasattr(half, "choose"):
+            self.bank, self.choose = half.bank, spans.kernel(f"{name} choose", half.choose)
+
+    def __call__(self, *args) -> None:
+        self._call(*args)
 
 
 class TimedNative:
@@ -97,22 +112,22 @@ class TimedNative:
     def __init__(self, native: object, spans: Spans) -> None:
         for name in dir(native):
             if not name.startswith("_"):
-                found = getattr(native, name)
-                setattr(self, name, spans.kernel(name, found) if callable(found) else found)
-        self.native = native
+                found, wrap = getattr(native, name), spans.half if name.endswith("_half") else spans.kernel
+                setattr(self, name, wrap(name, found) if callable(found) else found)
 
-    def doors(self, arguments: dict[str, tuple], rows: int) -> dict[str, float]:
-        """Microseconds of each operation that ran, called with no row to compute: what reading its arguments costs."""
-        found = {}
-        for name, args in arguments.items():
-            call, empty = getattr(self.native, name), [_without_rows(value, rows) for value in args]
-            times = []
-            for _ in range(200):
-                start = time.perf_counter_ns()
-                call(*empty)
-                times.append((time.perf_counter_ns() - start) / 1e3)
-            found[name] = statistics.median(times)
-        return found
+
+def doors(last: dict[str, tuple[Callable, tuple]], rows: int) -> dict[str, float]:
+    """Microseconds of each operation that ran, called with no row to compute: what reading its arguments costs."""
+    found = {}
+    for name, (call, args) in last.items():
+        empty = [_without_rows(value, rows) for value in args]
+        times = []
+        for _ in range(200):
+            start = time.perf_counter_ns()
+            call(*empty)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        found[name] = statistics.median(times)
+    return found
 
 
 def _without_rows(value: object, rows: int) -> object:
@@ -138,14 +153,13 @@ class Channel:
         self.sent += len(b"".join(map(frame, messages)))
 
 
-def instrument(spans: Spans) -> list[TimedNative]:
+def instrument(spans: Spans) -> None:
     """Put spans around the layers, the parts of a step and every native call of what is built from here on."""
-    choose, found = building.choose_kernels, []
+    choose = building.choose_kernels
 
     def timed_kernels(name: str, threads: int):
         ops = choose(name, threads)
         ops._ops = TimedNative(ops._ops, spans)
-        found.append(ops._ops)
         return ops
 
     building.choose_kernels = timed_kernels
@@ -160,11 +174,10 @@ def instrument(spans: Spans) -> list[TimedNative]:
         (worker.Worker, "_flush", "send"),
     ):
         setattr(owner, name, spans.timed(label, getattr(owner, name)))
-    return found
 
 
-# microseconds of every span, calls of every kernel, arguments of its last call
-Step = tuple[dict[str, float], dict[str, int], dict[str, tuple]]
+# microseconds of every span, calls of every kernel, its last call
+Step = tuple[dict[str, float], dict[str, int], dict[str, tuple[Callable, tuple]]]
 
 
 def decode_steps(loop: worker.Worker, channel: Channel, spans: Spans, depth: int, rows: int, tokens: int) -> list[Step]:
@@ -184,7 +197,7 @@ def decode_steps(loop: worker.Worker, channel: Channel, spans: Spans, depth: int
         loop._turn()
         if len(decoding) == rows and all(decoding):
             spans.time["step"] = (time.perf_counter_ns() - start) / 1e3
-            steps.append((spans.time, spans.calls, spans.arguments))
+            steps.append((spans.time, spans.calls, spans.last))
     return steps[WARM_UP : WARM_UP + tokens]
 
 
@@ -228,7 +241,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     spans, channel = Spans(), Channel()
-    natives = instrument(spans)
+    instrument(spans)
     config = EngineConfig(model=str(args.model), threads=args.threads, kernels="cpu")
     loop = worker.Worker(channel, building.build(config, lambda fraction, stage: None))
     cells = []
@@ -238,8 +251,8 @@ def main() -> int:
             steps = decode_steps(loop, channel, spans, depth, rows, args.tokens)
             foreign = round(share.foreign(machine.process_seconds([os.getpid()]) - own), 3)
             with torch.inference_mode():
-                doors = natives[0].doors(steps[-1][2], rows)
-            cells.append({"depth": depth, "rows": rows, "steps": len(steps), "foreign": foreign, **summary(steps, doors)})
+                empty = doors(steps[-1][2], rows)
+            cells.append({"depth": depth, "rows": rows, "steps": len(steps), "foreign": foreign, **summary(steps, empty)})
             print(json.dumps(cells[-1], indent=1), flush=True)
     if args.out:
         command = shlex.join([Path(sys.argv[0]).name, *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])

@@ -1,0 +1,102 @@
+"""`ops.Joined` on the native module: a half layer is bound to its weights at load and is one native call in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.ops import (
+    Added,
+    AttentionHalf,
+    DeltaHalf,
+    KVLayer,
+    MlpHalf,
+    MoeHalf,
+    Quant,
+    Rope,
+    Segments,
+    StateLayer,
+    Weight,
+)
+
+NOTHING = (None, "")
+
+
+class CpuJoined:
+    """`native` is the module's `Ops`."""
+
+    def __init__(self, native: object) -> None:
+        self._native = native
+
+    def attention(self, half: AttentionHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]:
+        spec, norms, rope = half.spec, half.norms or (None, None), half.spec.rope
+        run = self._native.attention_half(
+            *_start(half),
+            [floats(bias) for bias in half.biases],
+            *norms,
+            stored(half.out),
+            floats(half.out_bias),
+            *(spec.heads, spec.kv_heads, spec.head_dim, spec.scale, spec.window or 0, spec.output_gate),
+            bool(rope and rope.interleaved),
+        )
+
+        def attention(x: torch.Tensor, added: Added, rope: Rope, kv: KVLayer, seg: Segments) -> None:
+            cos, sin = rope or (None, None)
+            run(x, added, cos, sin, kv.k, kv.v, seg.cu, seg.start, seg.pages)
+
+        return attention
+
+    def delta_net(self, half: DeltaHalf) -> Callable[[torch.Tensor, Added, StateLayer, Segments], None]:
+        spec, rule = half.spec, (floats(half.rule[name]) for name in ("conv", "dt_bias", "a_log"))
+        sizes = (spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.o_tiled)
+        run = self._native.delta_half(*_start(half), *rule, floats(half.out_norm), stored(half.out), *sizes)
+
+        def delta_net(x: torch.Tensor, added: Added, state: StateLayer, seg: Segments) -> None:
+            run(x, added, state.conv, state.s, seg.cu, seg.slot)
+
+        return delta_net
+
+    def mlp(self, half: MlpHalf) -> Callable[[torch.Tensor, Added], None]:
+        return self._native.mlp_half(*_start(half), stored(half.down), half.down.shape[1], half.spec.act)
+
+    def moe(self, half: MoeHalf) -> CpuMoe:
+        return CpuMoe(self._native, half)
+
+
+class CpuMoe:
+    """`ops.JoinedMoe`."""
+
+    def __init__(self, native: object, half: MoeHalf) -> None:
+        spec = half.spec
+        scores = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups, spec.group_best)
+        shared_down = stored(half.shared_down) if spec.shared_inter else NOTHING
+        shared = (spec.shared_inter, bool(spec.shared_inter and spec.shared_switch), shared_down)
+        self._top_k, self._shared = spec.top_k, bool(spec.shared_inter)
+        self._run = native.moe_half(*_start(half), spec.experts, spec.top_k, *scores, floats(half.bias), *shared, spec.act)
+        if half.bank:
+            self._run.bank(*map(stored, half.bank))
+
+    def __call__(self, x: torch.Tensor, added: Added) -> None:
+        self._run(x, added)
+
+    def choose(self, x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        rows = x.shape[0]
+        out, always = torch.empty_like(x), torch.empty_like(x) if self._shared else None
+        ids, weights = torch.empty(rows, self._top_k, dtype=torch.int32), torch.empty(rows, self._top_k)
+        self._run.choose(x, added, out, ids, weights, always)
+        return out, ids, weights, always
+
+
+def _start(half: AttentionHalf | DeltaHalf | MlpHalf | MoeHalf) -> tuple[torch.Tensor, float, list[tuple[torch.Tensor, str]]]:
+    return half.norm, half.eps, [stored(part) for part in half.parts]
+
+
+def stored(weight: Weight) -> tuple[torch.Tensor, str]:
+    """The tensor that holds a weight and its block type ("" for a float tensor)."""
+    return (weight.data, weight.type) if isinstance(weight, Quant) else (weight, "")
+
+
+def floats(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """Small vectors a checkpoint keeps in bf16; `prepare` has already converted the ones that matter for speed."""
+    return weight if weight is None or weight.dtype is torch.float32 else weight.float()
