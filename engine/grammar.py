@@ -86,17 +86,29 @@ class GrammarState:
 
         `stop_ids` are possible exactly where the grammar may end.
         """
-        if not self._active:
+        mask = self.mask()
+        if mask is None:
             return
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        if self._matcher.is_error():
-            text = f"the grammar cannot be followed any further: {first_line(self._matcher.get_error())}"
-            raise NoToken(500, "grammar_failed", text)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         forbidden = np.ones(len(row), bool)
         known = min(len(row), len(bits))
         forbidden[:known] = bits[:known] == 0
-        forbidden[list(stop_ids)] = not self._matcher.is_accepting()
+        forbidden[list(stop_ids)] = not self.may_end
         np.putmask(row, forbidden, -np.inf)
+
+    def mask(self) -> bytes | None:
+        """One bit a token, the lowest first: what may come next but for stop tokens; None when all may. Raises NoToken."""
+        if not self._active:
+            return None
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            text = f"the grammar cannot be followed any further: {first_line(self._matcher.get_error())}"
+            raise NoToken(500, "grammar_failed", text)
+        return mask
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
 
     def observe(self, token: int) -> None:
         if not self._active:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +12,16 @@ from numpy.typing import NDArray
 from engine.ipc import RequestError, TokenLogprob
 from engine.kernels.ops import Segments
 from engine.nn.batch import PAGE, Batch
-from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, penalize, uniform
+from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, no_token, penalize, uniform
 from engine.sequence import Sequence
 from engine.step import Chunk, Outcome, Step
+
+try:
+    from engine import _native
+
+    SAMPLING = hasattr(_native, "sample_row")  # of a module built from other sources the kernels say what to do
+except ImportError:
+    SAMPLING = False  # numpy does it
 
 Forward = Callable[[Batch], torch.Tensor]  # logits float32 [R, V] of the batch's `logit_rows`
 
@@ -70,7 +78,8 @@ def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
     for chunk in step:
         echo = chunk.echo
         tokens = [chunk.seq.tokens[r + 1] for r in echo]
-        echoes.append(logprobs(logits[at : at + len(echo)], tokens, chunk.seq.request.prompt_logprobs or 0) if echo else [])
+        top = chunk.seq.request.prompt_logprobs or 0
+        echoes.append([_logprob(row, token, top) for row, token in zip(logits[at:], tokens, strict=False)])
         at += len(echo) + chunk.sample
         if chunk.sample:
             last.append(at - 1)
@@ -94,6 +103,45 @@ Drawn = tuple[int, TokenLogprob | None] | NoToken
 
 def sample(logits: NDArray[np.float32], sequences: list[Sequence]) -> list[Drawn]:
     """The next token of each sequence from its row of `logits` [R, V], which is overwritten."""
+    return (
+        [sample_row(row, s) for row, s in zip(logits, sequences, strict=True)] if SAMPLING else sample_plainly(logits, sequences)
+    )
+
+
+def sample_row(row: Row, seq: Sequence) -> Drawn:
+    """As `sample_plainly`, by the native module."""
+    p, sampler, request = seq.request.sampling, seq.sampler, seq.request
+    raw = row.copy() if request.logprobs is not None else None
+    try:
+        edits = _edits(seq)
+    except NoToken as problem:
+        return problem
+    forced = sampler.thought.forced() if sampler.thought else None
+    u = uniform(sampler.seed, sampler.sampled) if p.temperature > 0 else 0.0
+    token = _native.sample_row(row, edits, p.temperature, p.top_k, p.top_p, p.min_p, u, -1 if forced is None else forced)
+    if token < 0:
+        return no_token(-math.inf if token == _native.ALL_BANNED else math.nan)
+    return token, None if raw is None else _logprob(raw, token, request.logprobs)
+
+
+def _logprob(row: Row, token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(token, *_native.log_probabilities(row, token, top)) if SAMPLING else logprobs(row[None], [token], top)[0]
+
+
+def _edits(seq: Sequence) -> tuple | None:
+    """What `edit` does, for the native module; None when that is nothing. Raises NoToken."""
+    p, sampler, request = seq.request.sampling, seq.sampler, seq.request
+    banned = sampler.banned_early if sampler.sampled < request.min_new else sampler.banned
+    mask = sampler.grammar.mask() if sampler.grammar else None
+    if not (sampler.counting or p.logit_bias or banned or mask):
+        return None
+    may_stop = mask is not None and sampler.grammar.may_end
+    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+    return (*penalties, sampler.prompt_ids, sampler.counts, p.logit_bias, banned, mask, request.stop_ids, may_stop)
+
+
+def sample_plainly(logits: NDArray[np.float32], sequences: list[Sequence]) -> list[Drawn]:
+    """As `sample`, in numpy: what the native sampling is compared with."""
     raw = {i: logits[i].copy() for i, s in enumerate(sequences) if s.request.logprobs is not None}
     broken = {}
     for i, seq in enumerate(sequences):

@@ -70,11 +70,11 @@ def greedy(rows: NDArray[np.float32]) -> list[int | NoToken]:
     out: list[int | NoToken] = rows.argmax(axis=-1).tolist()  # the first not-a-number wins, so none goes unseen
     for i, token in enumerate(out):
         if not math.isfinite(rows[i, token]):
-            out[i] = _no_token(rows[i, token])
+            out[i] = no_token(rows[i, token])
     return out
 
 
-def _no_token(best: float) -> NoToken:
+def no_token(best: float) -> NoToken:
     if best == -math.inf:
         return NoToken(400, "all_banned", "every token is banned: loosen logit_bias, banned tokens or min_tokens")
     text = "the model produced logits that are not numbers: the checkpoint is damaged or its type is not supported"
@@ -112,7 +112,7 @@ def support(row: Row, p: Sampling) -> tuple[Ids | None, NDArray[np.float64]]:
     """
     best = float(row.max())
     if not math.isfinite(best):
-        raise _no_token(best)
+        raise no_token(best)
     ids = None
     if 0 < p.top_k < len(row):
         ids = top_ids(row, p.top_k)

@@ -226,4 +226,5 @@ NB_MODULE(_native, m) {
         .def("stream_read", &stream_read);
     bind_attention(ops);
     bind_halves(m, ops);
+    bind_sampling(m);
 }
