@@ -79,10 +79,7 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         pack = open_pack(Path(config.experts_pack).expanduser(), config.model, ops) if config.experts_pack else None
         with copying_threads(getattr(ops, "threads", 1)):
             loaded = load_model(config.model, ops, progress, experts=pack is None)
-        available = available_bytes()
-        if available is None:
-            raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
-        available = max(0, available - _others(available))
+        available = _available(ops)
         fast = fast_memory(config)
         available -= fast.size if fast else 0
         slots = slot_counts(pack, config.expert_bytes, available) if pack else []
@@ -100,6 +97,10 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         )
     except (ModelError, TooLittleMemory, PackError) as problem:
         raise BuildError(str(problem)) from problem
+    except torch.OutOfMemoryError as problem:
+        raise BuildError(
+            "the weights do not fit into the device's memory: take a smaller quantization or --kernels cpu"
+        ) from problem
     progress(1.0, "allocating the cache")
     try:
         cache, plan = make_cache(loaded.spec, plan, ops)
@@ -138,6 +139,16 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     return Parts(lambda batch: decoder.forward(batch, cache), prefix, limits, model, grammars, experts, plan.wanted_context)
 
 
+def _available(ops: Ops) -> int:
+    """Memory for caches where the kernels compute. Raises BuildError."""
+    if ops.device.type != "cpu":
+        return torch.cuda.mem_get_info(ops.device)[0]
+    available = available_bytes()
+    if available is None:
+        raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
+    return max(0, available - _others(available))
+
+
 def _others(available: int) -> int:
     """Memory that seems available and was promised by engines that run already."""
     size = promised()
@@ -148,6 +159,9 @@ def _others(available: int) -> int:
 
 def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops) -> tuple[Cache, CachePlan]:
     """The tensors, with room to grow where address space allows. Raises MemoryError."""
+    if ops.device.type != "cpu":  # its memory is taken at once: there is no room to grow into
+        plan = replace(plan, most_pages=plan.pages, most_slots=plan.slots)
+        return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype, ops.device), plan
     try:
         return allocate_cache(spec, plan.most_pages, plan.most_slots, ops.kv_dtype), plan
     except MemoryError as problem:
@@ -283,6 +297,8 @@ def choose_kernels(name: str, threads: int) -> Ops:
     Sets torch's own thread count: beside the native pool its threads would only fight for the cores.
     """
     threads = threads or len(physical_cores())
+    if name == "cuda":
+        return _cuda_kernels()
     if name != "reference":
         try:
             ops = importlib.import_module("engine.kernels.cpu").CpuOps(threads)
@@ -297,6 +313,18 @@ def choose_kernels(name: str, threads: int) -> Ops:
             )
     torch.set_num_threads(threads)
     return importlib.import_module("engine.kernels.reference").ReferenceOps()
+
+
+def _cuda_kernels() -> Ops:
+    try:
+        found = importlib.import_module("engine.kernels.cuda.ops")
+        ops = found.CudaOps()
+    except ImportError as problem:
+        raise BuildError(f"the cuda kernels need triton ({problem}): install it with `ops/env.py run --gpu yes`") from problem
+    except importlib.import_module("engine.kernels.cuda.device").DeviceError as problem:
+        raise BuildError(str(problem)) from problem
+    log.info(log_line("kernels", device=str(ops.device), numerics=ops.numerics))
+    return ops
 
 
 @contextmanager

@@ -56,7 +56,10 @@ def serve(
     name: Annotated[str, typer.Option(help="Name clients use for the model. Default: the file or directory name.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 = one for each core this process may use.")] = 0,
     kernels: Annotated[
-        str, typer.Option(help="auto = native if built, else reference (slow, exact); cpu = native only; reference.")
+        str,
+        typer.Option(
+            help="auto = native if built, else reference (slow, exact); cpu = native only; cuda (not yet run on a GPU)."
+        ),
     ] = "auto",
     max_context: Annotated[
         int, typer.Option(min=0, help="Tokens one conversation may hold; 0 = what model and memory allow.")

@@ -17,7 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0 means "decide from the machine and the model" for `threads`, `max_context`, `kv_bytes` and `expert_bytes`."""
 
     model: str  # checkpoint directory or GGUF file
-    kernels: Literal["auto", "reference", "cpu"] = "auto"
+    kernels: Literal["auto", "reference", "cpu", "cuda"] = "auto"
     threads: Size = 0
     max_context: Size = 0  # tokens one sequence may hold
     kv_bytes: Size = 0  # memory for KV pages and recurrent states together

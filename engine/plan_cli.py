@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 PROFILE = typer.Option(help="Where measurements are kept. Default: ~/.cache/moorage/bandwidth.json.")
-KERNELS = typer.Option(help="auto, cpu or reference, as in `serve`.")
+KERNELS = typer.Option(help="auto, cpu, cuda or reference, as in `serve`.")
 THREADS = typer.Option(min=0, help="CPU threads; 0 = one for each core this process may use.")
 
 

@@ -34,7 +34,7 @@ class Runner:
         """One `Outcome` per chunk. Raises whatever the forward pass raises; a failure to sample stays with its sequence."""
         with torch.inference_mode():
             logits = self._forward(make_batch(step))
-        return read_logits(step, logits.numpy())
+        return read_logits(step, logits.cpu().numpy())
 
 
 def make_batch(step: Step) -> Batch:

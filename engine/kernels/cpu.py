@@ -31,6 +31,7 @@ class CpuOps:
     """
 
     name = "cpu"
+    device = torch.device("cpu")
     kv_dtype = torch.bfloat16
     quant_types = frozenset(_native.TYPES)
     weight_bytes = None

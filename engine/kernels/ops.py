@@ -1,7 +1,7 @@
 """The kernel interface: everything the decoder computes goes through one `Ops` object.
 
 Contract for every implementation:
-- Activations cross as float32 tensors on CPU (a device implementation may use bf16 on its device). They may be column slices
+- Activations cross as float32 tensors on `device`. They may be column slices
   of a wider tensor: an implementation that needs them contiguous copies them. What it returns is fresh and contiguous.
 - Batch-invariant: the result of a row depends on that row and its sequence's cache only, never on what else is in the
   batch or how a prompt was chunked. Cache reuse is exact because of this; the tests check it bitwise.
@@ -41,7 +41,7 @@ Weight = torch.Tensor | Quant  # bf16 / f16 / f32 tensor, or blocks
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequences of one step, flattened. S sequences, T tokens in total; all int32, CPU, contiguous.
+    """The sequences of one step, flattened. S sequences, T tokens in total; all int32, contiguous, where `Ops.device` says.
 
     Sequence s owns rows `cu[s]:cu[s+1]`; its first row stands at absolute position `start[s]`. Its cached tokens live in pages
     `pages[s, :ceil((start+len)/PAGE)]` (unused entries -1) and its recurrent state in slot `slot[s]` of every state tensor.
@@ -148,6 +148,7 @@ class Joined(Protocol):
 
 class Ops(Protocol):
     name: str
+    device: torch.device  # of activations, weights, caches and segments
     kv_dtype: torch.dtype  # the dtype this implementation wants its KV pages in
     quant_types: frozenset[str] | None  # block types it computes on, None = all; others reach it as float32 matrices
     weight_bytes: int | None  # of one element after `prepare`, None = as stored

@@ -42,6 +42,7 @@ class ReferenceOps:
     """`ops.Ops` in torch. Weights are held in float32: four bytes an element, whatever the checkpoint stores."""
 
     name = "reference"
+    device = torch.device("cpu")
     kv_dtype = torch.float32
     quant_types = None
     weight_bytes = 4

@@ -142,7 +142,7 @@ def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress) -> _Read:
         weight = _assemble(checkpoint, [by_name[part] for part in parts], [wanted[part] for part in parts])
         _add_to_digest(digest, name, weight)
         vector = len(wanted[parts[0]]) == 1 or name.endswith(".conv")
-        prepared[name] = weight.float() if vector else ops.prepare(_computable(weight, ops))
+        prepared[name] = ops.prepare(weight.float() if vector else _computable(weight, ops))
         if len(parts) > 1:
             prepared |= _rows_of(prepared[name], parts, [wanted[part][0] for part in parts])
         done += sum(checkpoint.nbytes(p.source) for part in parts for p in by_name[part])

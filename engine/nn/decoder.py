@@ -44,12 +44,14 @@ class Decoder:
         routed = {i: LayerExperts(experts, number) for number, i in enumerate(moe)}
         self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
         ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
-        self._ropes = {rope: RopeTable(rope) for rope in ropes if rope}
+        self._ropes = {rope: RopeTable(rope, ops.device) for rope in ropes if rope}
 
     def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
-        """Logits float32 [R, V] of `batch.logit_rows`; the cache then holds every row of the batch."""
-        ops, spec, seg = self._ops, self.spec, batch.segments
+        """Logits float32 [R, V] of `batch.logit_rows`, on the kernels' device; the cache then holds every row of the batch."""
+        ops, spec = self._ops, self.spec
         end = int(batch.positions.max()) + 1
+        batch = batch.on(ops.device)
+        seg = batch.segments
         ropes = {rope: table.at(batch.positions, end) for rope, table in self._ropes.items()}
         x = ops.embed(self._embed, batch.tokens)
         if spec.embed_scale != 1.0:

@@ -8,6 +8,7 @@ import torch
 
 from engine.models.spec import RopeSpec
 
+HOST = torch.device("cpu")
 FIRST_ROWS = 4096  # positions computed before any is asked for; longer contexts double it, so it is rebuilt a few times at most
 
 
@@ -18,8 +19,8 @@ class RopeTable:
     taken in float64, so a row does not depend on how long the table is.
     """
 
-    def __init__(self, spec: RopeSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: RopeSpec, device: torch.device = HOST) -> None:
+        self._spec, self._device = spec, device
         self._frequencies = inverse_frequencies(spec)
         self._cos = self._sin = torch.empty(0, spec.dim // 2)
         self._grow(FIRST_ROWS)
@@ -32,8 +33,8 @@ class RopeTable:
 
     def _grow(self, rows: int) -> None:
         angles = (torch.arange(rows, dtype=torch.float32)[:, None] * self._frequencies).double()
-        self._cos = (angles.cos() * self._spec.attention_factor).float()
-        self._sin = (angles.sin() * self._spec.attention_factor).float()
+        self._cos = (angles.cos() * self._spec.attention_factor).float().to(self._device)
+        self._sin = (angles.sin() * self._spec.attention_factor).float().to(self._device)
 
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:

@@ -48,7 +48,7 @@ class TensorStorage:
         _give_back(self._states, slots)
 
     def read_rows(self, pages: Sequence[int], start: int, count: int) -> list[memoryview]:
-        index = torch.tensor(pages)
+        index = torch.tensor(pages, device=self._pages[0].device) if self._pages else None
         return [_bytes(_rows(t.index_select(0, index))[start : start + count]) for t in self._pages]
 
     def write_rows(self, pages: Sequence[int], start: int, count: int, data: memoryview, skip: int) -> None:
@@ -87,6 +87,8 @@ def _give_back(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         else:
             runs.append([row, row + 1])
     for tensor in tensors:
+        if tensor.device.type != "cpu":
+            continue  # a device's memory is nobody else's
         each = tensor[0].numel() * tensor.element_size()
         for first, behind in runs:
             give_back(tensor.data_ptr() + first * each, (behind - first) * each)
@@ -98,7 +100,7 @@ def _rows(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
 
 
 def _scatter(tensor: torch.Tensor, pages: Sequence[int], start: int, rows: torch.Tensor) -> None:

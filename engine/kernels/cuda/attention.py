@@ -19,15 +19,15 @@ from engine.kernels.ops import KVLayer, Segments
 PAGE = tl.constexpr(64)  # tokens: engine.nn.batch.PAGE
 SPAN = tl.constexpr(8)  # pages
 ALONE = 16  # rows of a step up to which spans get a program each; partial sums of a row take 4 bytes a span, head and dimension
-QUERIES = 64  # of a tile, with heads of up to 128; one of 256 keeps half as many in the same registers
+QUERIES = 64  # of a tile, with heads of up to 128; wider ones keep fewer in the same registers
 
 
 @triton.jit
 def write_kernel(
-    k, v, k_pages, v_pages, cu, start, pages, sequences, k_stride, v_stride, page_stride, table_width,
+    new, cache, cu, start, pages, sequences, stride, page_stride, table_width,
     DIM: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Row t's key and value of one head into their page."""
+    """Row t's vector of one head into its page."""
     t, head = tl.program_id(0), tl.program_id(1)
     s = tl.arange(0, SEQUENCES)
     sequence = tl.sum((tl.load(cu + s + 1, mask=s < sequences, other=2147483647) <= t).to(tl.int32), 0)
@@ -36,27 +36,36 @@ def write_kernel(
     c = tl.arange(0, BLOCK)
     live = c < DIM
     to = page * page_stride + (head * PAGE + position % PAGE) * DIM + c
-    row = t.to(tl.int64)
-    tl.store(k_pages + to, tl.load(k + row * k_stride + head * DIM + c, mask=live, other=0.0).to(tl.bfloat16), mask=live)
-    tl.store(v_pages + to, tl.load(v + row * v_stride + head * DIM + c, mask=live, other=0.0).to(tl.bfloat16), mask=live)
+    value = tl.load(new + t.to(tl.int64) * stride + head * DIM + c, mask=live, other=0.0)
+    tl.store(cache + to, value.to(tl.bfloat16), mask=live)
 
 
 @triton.jit
 def _walk(
-    q_high, q_low, position, k_pages, v_pages, table, page_stride, head, first, last, end, scale, peak, total, acc,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    q, q_tail, position, k_pages, v_pages, table, page_stride, head, first, last, end, scale, peak, total, acc,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Softmax sums (largest score, sum, weighted values) over pages first..last, of which positions below `end` are written."""
+    """Softmax sums (largest score, sum, weighted values) over pages first..last, of which positions below `end` are written.
+
+    With a `TAIL` keys are that much longer than values, and values are their first part. q and q_tail [BLOCK, N] come in halves.
+    """
     c = tl.arange(0, BLOCK)
     j = tl.arange(0, PAGE)
     ones = tl.full((16, PAGE), 1.0, tl.bfloat16)
     for page in range(first, last):
         key = page * PAGE + j
-        at = tl.load(table + page).to(tl.int64) * page_stride + head * (PAGE * DIM)
+        at = tl.load(table + page).to(tl.int64) * page_stride + head * (PAGE * (DIM + TAIL))
         written = (key < end)[:, None] & (c < DIM)[None, :]
-        k = tl.load(k_pages + at + j[:, None] * DIM + c[None, :], mask=written, other=0.0)
-        score = dot(k, q_high, tl.zeros((PAGE, position.shape[0]), tl.float32))
-        score = dot(k, q_low, score) * scale
+        k = tl.load(k_pages + at + j[:, None] * (DIM + TAIL) + c[None, :], mask=written, other=0.0)
+        score = dot(k, q[0], tl.zeros((PAGE, position.shape[0]), tl.float32))
+        score = dot(k, q[1], score)
+        if TAIL > 0:
+            i = tl.arange(0, TAIL_BLOCK)
+            more = (key < end)[:, None] & (i < TAIL)[None, :]
+            k_tail = tl.load(k_pages + at + j[:, None] * (DIM + TAIL) + DIM + i[None, :], mask=more, other=0.0)
+            score = dot(k_tail, q_tail[0], score)
+            score = dot(k_tail, q_tail[1], score)
+        score = score * scale
         seen = key[:, None] <= position[None, :]
         if WINDOW > 0:
             seen = seen & (key[:, None] > position[None, :] - WINDOW)
@@ -69,7 +78,10 @@ def _walk(
         weight = dot(ones, high, tl.zeros((16, position.shape[0]), tl.float32))
         weight = dot(ones, low, weight)
         total = tl.fma(total, shrink, tl.max(weight, 0))
-        v = tl.trans(tl.load(v_pages + at + j[:, None] * DIM + c[None, :], mask=written, other=0.0))
+        v = k
+        if TAIL == 0:
+            v = tl.load(v_pages + at + j[:, None] * DIM + c[None, :], mask=written, other=0.0)
+        v = tl.trans(v)
         acc = acc * shrink[None, :]
         acc = dot(v, high, acc)
         acc = dot(v, low, acc)
@@ -91,7 +103,8 @@ def _fold(peak, total, acc, more_peak, more_total, more_acc):
 @triton.jit
 def attention_kernel(
     out, stats, q, k_pages, v_pages, cu, start, pages, sequences, q_stride, page_stride, table_width, rows, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     SEQUENCES: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """`WIDTH` queries (rows of one sequence, the `GROUP` heads of one key head) a program.
@@ -112,7 +125,12 @@ def attention_kernel(
     position = begin + f // GROUP
     c = tl.arange(0, BLOCK)
     live = (c < DIM)[:, None] & (f < size)[None, :]
-    q_high, q_low = halves(tl.load(q + (row * q_stride + query_head * DIM)[None, :] + c[:, None], mask=live, other=0.0))
+    q_at = q + (row * q_stride + query_head * (DIM + TAIL))[None, :]
+    q_main = halves(tl.load(q_at + c[:, None], mask=live, other=0.0))
+    q_tail = q_main
+    if TAIL > 0:
+        i = tl.arange(0, TAIL_BLOCK)
+        q_tail = halves(tl.load(q_at + DIM + i[:, None], mask=(i < TAIL)[:, None] & (f < size)[None, :], other=0.0))
     end = begin + (tl.minimum(offset + WIDTH, size) - 1) // GROUP + 1
     first_page, last_page = 0, (end + PAGE - 1) // PAGE
     if WINDOW > 0:
@@ -123,8 +141,8 @@ def attention_kernel(
     if SPLIT:
         span = tl.program_id(2)
         peak, total, acc = _walk(
-            q_high, q_low, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
-            tl.minimum(span * SPAN + SPAN, last_page), end, scale, peak, total, acc, DIM, BLOCK, WINDOW,
+            q_main, q_tail, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
+            tl.minimum(span * SPAN + SPAN, last_page), end, scale, peak, total, acc, DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW,
         )  # fmt: skip
         at = (span.to(tl.int64) * rows + row) * HEADS + query_head
         tl.store(stats + at, peak, mask=f < size)
@@ -133,10 +151,10 @@ def attention_kernel(
     else:
         for span in range(first_page // SPAN, (last_page + SPAN - 1) // SPAN):
             own_peak, own_total, own = _walk(
-                q_high, q_low, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
+                q_main, q_tail, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
                 tl.minimum(span * SPAN + SPAN, last_page), end, scale,
                 tl.full((WIDTH,), float("-inf"), tl.float32), tl.zeros((WIDTH,), tl.float32),
-                tl.zeros((BLOCK, WIDTH), tl.float32), DIM, BLOCK, WINDOW,
+                tl.zeros((BLOCK, WIDTH), tl.float32), DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW,
             )  # fmt: skip
             peak, total, acc = _fold(peak, total, acc, own_peak, own_total, own)
         at = (row * HEADS + query_head) * DIM
@@ -160,34 +178,45 @@ def join_kernel(out, parts, stats, rows, spans, HEADS: tl.constexpr, DIM: tl.con
     tl.store(out + query[None, :] * DIM + c[:, None], acc / total[None, :], mask=(c < DIM)[:, None])
 
 
-def write_pages(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, seg: Segments) -> None:
-    rows, heads, dim = k.shape
+def write_pages(new: torch.Tensor, cache: torch.Tensor, seg: Segments) -> None:
+    """new [T, Hkv, D] into the pages of its sequences."""
+    rows, heads, dim = new.shape
     sequences = seg.start.shape[0]
     write_kernel[(rows, heads)](
-        k, v, kv.k, kv.v, seg.cu, seg.start, seg.pages, sequences, k.stride(0), v.stride(0), kv.k.stride(0), seg.pages.shape[1],
+        new, cache, seg.cu, seg.start, seg.pages, sequences, new.stride(0), cache.stride(0), seg.pages.shape[1],
         DIM=dim, BLOCK=triton.next_power_of_2(dim), SEQUENCES=triton.next_power_of_2(sequences),
     )  # fmt: skip
 
 
 def attend(
-    q: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, window: int | None, split: bool | None = None
+    q: torch.Tensor,
+    kv: KVLayer,
+    seg: Segments,
+    scale: float,
+    window: int | None = None,
+    tail: int = 0,
+    split: bool | None = None,
 ) -> torch.Tensor:
-    """q [T, Hq, D] over what the pages hold; `split` (None: by the number of rows) changes its speed alone."""
-    rows, heads, dim = q.shape
+    """q [T, Hq, D + tail] over what the pages hold -> [T, Hq, D]; `split` (None: by the number of rows) changes its speed alone.
+
+    `tail`: of keys, behind the values.
+    """
+    rows, heads, dim = *q.shape[:2], q.shape[2] - tail
     sequences, group = seg.start.shape[0], heads // kv.k.shape[1]
     split = rows <= ALONE if split is None else split
     block = max(16, triton.next_power_of_2(dim))
-    width = 16 if split else QUERIES if block <= 128 else QUERIES // 2
+    width = 16 if split else max(16, min(QUERIES, QUERIES * 128 // block))
     tiles = sequences + rows * group // width
     spans = -(-seg.pages.shape[1] // SPAN.value)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     parts = torch.empty(spans, rows, heads, dim, dtype=torch.float32, device=q.device) if split else out
     stats = torch.empty(2, spans, rows, heads, dtype=torch.float32, device=q.device) if split else out
     attention_kernel[(tiles, heads // group, spans if split else 1)](
-        parts, stats, q, kv.k, kv.v, seg.cu, seg.start, seg.pages, sequences, q.stride(0), kv.k.stride(0), seg.pages.shape[1],
-        rows, scale * math.log2(math.e),
-        HEADS=heads, GROUP=group, DIM=dim, BLOCK=block, WINDOW=window or 0, SEQUENCES=triton.next_power_of_2(sequences),
-        SPLIT=split, WIDTH=width, num_warps=4 if split else 8,
+        parts, stats, q, kv.k, kv.k if kv.v is None else kv.v, seg.cu, seg.start, seg.pages, sequences, q.stride(0),
+        kv.k.stride(0), seg.pages.shape[1], rows, scale * math.log2(math.e),
+        HEADS=heads, GROUP=group, DIM=dim, BLOCK=block, TAIL=tail, TAIL_BLOCK=max(16, triton.next_power_of_2(max(1, tail))),
+        WINDOW=window or 0, SEQUENCES=triton.next_power_of_2(sequences), SPLIT=split, WIDTH=width,
+        num_warps=4 if split and block <= 128 else 8,
     )  # fmt: skip
     if split:
         join_kernel[(rows * heads,)](out, parts, stats, rows, spans, HEADS=heads, DIM=dim, BLOCK=block)

@@ -93,8 +93,18 @@ class CudaOps:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        attention.write_pages(_in_rows(k), _in_rows(v), kv, seg)
+        attention.write_pages(_in_rows(k), kv.k, seg)
+        attention.write_pages(_in_rows(v), kv.v, seg)
         return attention.attend(_in_rows(q), kv, seg, scale, window)
+
+    def heads_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        return products.heads_linear(_in_rows(x), *_stored(weight))
+
+    def latent_attention(
+        self, q: torch.Tensor, latent: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, rank: int
+    ) -> torch.Tensor:
+        attention.write_pages(_in_rows(latent[:, None]), kv.k, seg)
+        return attention.attend(_in_rows(q), kv, seg, scale, tail=latent.shape[1] - rank)
 
     def delta_net(
         self,

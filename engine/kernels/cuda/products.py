@@ -117,6 +117,23 @@ def rows_kernel(
     tl.store(at + high[None, :], b, mask=live[:, None] & (high[None, :] < COLS))
 
 
+@triton.jit
+def heads_kernel(
+    out, x, w, rows, outer, head_size, row_size, x_stride,
+    COLS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, HALF: tl.constexpr, TWO: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """out [rows, heads, outer]: a matrix of its own for each head of x [rows, heads, COLS]."""
+    n, t = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    head = tl.program_id(2).to(tl.int64)
+    row, x_row = head * head_size + n.to(tl.int64) * row_size, t.to(tl.int64) * x_stride + head * COLS
+    steps: tl.constexpr = (COLS + 2 * HALF - 1) // (2 * HALF)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    acc = product(w, row, n < outer, x, x_row, t < rows, acc, 0, steps, COLS, KIND, HALF, TWO, SCALED)
+    at = (t.to(tl.int64) * tl.num_programs(2) + head)[None, :] * outer + n[:, None]
+    tl.store(out + at, acc, mask=(n < outer)[:, None] & (t < rows)[None, :])
+
+
 def shape_of(kind: str) -> dict[str, object]:
     """The constants of a format every product takes."""
     found = FORMATS[kind]
@@ -153,4 +170,16 @@ def table_rows(table: torch.Tensor, kind: str, cols: int, ids: torch.Tensor) -> 
     rows_kernel[(triton.cdiv(count, rows), triton.cdiv(cols, 2 * found.half))](
         out, table, ids, count, table.stride(0), COLS=cols, KIND=kind, HALF=found.half, SCALED=found.scaled, ROWS=rows
     )
+    return out
+
+
+def heads_linear(x: torch.Tensor, w: torch.Tensor, kind: str, cols: int) -> torch.Tensor:
+    """x [T, heads, K], w [heads, N, ...] -> [T, heads, N]."""
+    rows, heads, outer = x.shape[0], x.shape[1], w.shape[1]
+    width = FEW if rows <= FEW else MANY
+    out = torch.empty(rows, heads, outer, dtype=torch.float32, device=x.device)
+    heads_kernel[(triton.cdiv(outer, TILE), triton.cdiv(rows, width), heads)](
+        out, x, w, rows, outer, w.stride(0), w.stride(1), x.stride(0),
+        COLS=cols, TILE=TILE, WIDTH=width, **shape_of(kind), num_warps=4,
+    )  # fmt: skip
     return out

@@ -96,7 +96,8 @@ def gate_kernel(out, gate, up, g_stride, g_step, u_stride, width, ACT: tl.conste
 def route_kernel(
     ids, weights, logits, bias, stride, scale,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SOFTMAX: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    BLOCK: tl.constexpr, TOP_BLOCK: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best `TOP` of a row, best first, ties to the lower expert; groups as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2)."""
     t = tl.program_id(0).to(tl.int64)
@@ -113,7 +114,7 @@ def route_kernel(
         choice += tl.load(bias + e, mask=live, other=0.0)
     choice = tl.where(live, choice, float("-inf"))
     if GROUPS > 1:
-        choice = _best_groups(choice, e, live, EXPERTS // GROUPS, GROUPS, TOP_GROUPS, GROUP_BLOCK)
+        choice = _best_groups(choice, e, live, EXPERTS // GROUPS, GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK)
     r = tl.arange(0, TOP_BLOCK)
     chosen = tl.zeros((TOP_BLOCK,), tl.int32)
     weight = tl.zeros((TOP_BLOCK,), tl.float32)
@@ -129,15 +130,20 @@ def route_kernel(
 
 
 @triton.jit
-def _best_groups(choice, e, live, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Experts outside the groups whose two best sum highest become -inf."""
+def _best_groups(
+    choice, e, live,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Experts outside the groups whose `BEST` best sum highest become -inf."""
     g = tl.arange(0, BLOCK)
     rank = tl.full((BLOCK,), float("-inf"), tl.float32)
     for group in range(GROUPS):
         inside = tl.where(live & (e // SIZE == group), choice, float("-inf"))
-        best = tl.argmax(inside, 0, tie_break_left=True)
-        two = tl.max(inside, 0) + tl.max(tl.where(e == best, float("-inf"), inside), 0)
-        rank = tl.where(g == group, two, rank)
+        total = tl.max(inside, 0)
+        for _ in range(1, BEST):
+            inside = tl.where(e == tl.argmax(inside, 0, tie_break_left=True), float("-inf"), inside)
+            total += tl.max(inside, 0)
+        rank = tl.where(g == group, total, rank)
     kept = e < 0
     for _ in range(TOP_GROUPS):
         best = tl.argmax(rank, 0, tie_break_left=True)
@@ -211,7 +217,7 @@ def route(logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None) -> tup
     route_kernel[(count,)](
         ids, weights, logits, bias, logits.stride(0), spec.scale,
         EXPERTS=experts, TOP=spec.top_k, SOFTMAX=spec.score == "softmax", RENORM=spec.renorm, BIASED=bias is not None,
-        GROUPS=spec.groups, TOP_GROUPS=spec.top_groups, BLOCK=triton.next_power_of_2(experts),
+        GROUPS=spec.groups, TOP_GROUPS=spec.top_groups, GROUP_BEST=spec.group_best, BLOCK=triton.next_power_of_2(experts),
         TOP_BLOCK=triton.next_power_of_2(spec.top_k), GROUP_BLOCK=triton.next_power_of_2(spec.groups),
     )  # fmt: skip
     return ids, weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.interpreter import quicken
+from tests.support.interpreter import mend
 
 pytest.importorskip("triton", reason="triton is not installed: ops/test installs it")
 
@@ -17,7 +17,7 @@ def ops():
 
     if not INTERPRETED:  # a GPU is for test_gpu.py
         pytest.skip("TRITON_INTERPRET=0: only tests marked gpu run")
-    quicken()
+    mend()
     return CudaOps()
 
 

@@ -35,7 +35,7 @@ def run(ops, spec, data, cuts: list[int], state: StateLayer, slot: int = 0) -> t
 
 
 @pytest.mark.parametrize("spec", [SPEC, ODD], ids=["small", "odd"])
-@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize("n", [1, 9])
 def test_against_the_truth_in_any_chunks(ops, truth, spec, n: int) -> None:
     data, mine, parts, theirs = inputs(spec, n), empty(spec, 3), empty(spec, 3), empty(spec, 3)
     for state in (mine, parts, theirs):
@@ -45,7 +45,7 @@ def test_against_the_truth_in_any_chunks(ops, truth, spec, n: int) -> None:
     close(whole, run(truth, spec, data, [n], theirs, slot=2), 2e-5)
     close(mine.s, theirs.s, 2e-5)
     assert torch.equal(mine.conv, theirs.conv)
-    cuts = sorted({min(c, n) for c in (1, 2, 9)} | {n})
+    cuts = sorted({min(c, n) for c in (1, 2, 5)} | {n})
     assert torch.equal(run(ops, spec, data, cuts, parts, slot=2), whole)
     assert torch.equal(mine.s, parts.s) and torch.equal(mine.conv, parts.conv)
 

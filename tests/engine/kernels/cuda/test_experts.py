@@ -1,5 +1,7 @@
 """Routing and routed experts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +40,8 @@ def test_groups_and_ties(ops, truth, rng) -> None:
     spec = MoeSpec(experts=16, top_k=4, inter=1, score="sigmoid", groups=4, top_groups=2)
     logits = torch.randn(9, 16, generator=rng)
     assert torch.equal(ops.route(logits, spec)[0], truth.route(logits, spec)[0])
+    one = replace(spec, group_best=1)
+    assert torch.equal(ops.route(logits, one)[0], truth.route(logits, one)[0])
     flat = torch.zeros(1, 16)
     assert torch.equal(ops.route(flat, spec)[0], torch.tensor([[0, 1, 2, 3]], dtype=torch.int32))
 

@@ -5,6 +5,7 @@ import torch
 
 from engine.kernels.cuda.formats import FORMATS
 from engine.kernels.cuda.products import FEW, MANY, linear, table_rows
+from engine.kernels.ops import Quant
 from engine.kernels.reference import dequantize
 from tests.native.helpers import block_bytes, close
 
@@ -76,3 +77,13 @@ def test_any_rows_any_program(ops, truth, rng, kind: str, rows: int) -> None:
 def test_kernels_refuse_a_format_they_do_not_know(ops) -> None:
     with pytest.raises(ValueError, match="IQ2_XS has no kernel; supported: F8_E4M3"):
         ops.prepare(block_bytes("IQ2_XS", 1, 256))
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_a_matrix_for_each_head(ops, truth, rng, kind: str) -> None:
+    data, values = stored(kind, 3 * 20, 96)
+    weight = Quant(data.view(3, 20, -1), kind, 96) if kind in BLOCKS else data.view(3, 20, -1)
+    x = torch.randn(18, 3, 96, generator=rng)
+    whole = ops.heads_linear(x, weight)
+    close(whole, truth.heads_linear(x, values.view(3, 20, 96)), EXACT)
+    assert torch.equal(ops.heads_linear(x[16:], weight), whole[16:])
