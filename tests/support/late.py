@@ -248,7 +248,8 @@ class Late:
                 self._look(one, writing, job)
         self._log += [(one, False, job) for one in reads] + [(one, True, job) for one in writes]
         try:
-            job.work()
+            with torch.inference_mode(job.stream == "kernels"):  # as in the threads that begin them, not in the one that waits
+                job.work()
         except Exception as problem:
             if job.stream == "copies":
                 job.problem = problem
