@@ -120,9 +120,9 @@ template <> struct Integers<Format::Q5_1> : SmallBlocks<24, 8>, Whole<31, 0, 1, 
 template <> struct Integers<Format::MXFP4> : SmallBlocks<17, 1>, Whole<24, 12> {
     static __m256i number(const uint8_t* b, const __m256i* t, int v) { return e2m1(SmallBlocks::number(b, t, v)); }
     template <class S> static void scales(const uint8_t* b, S& s) {
-        const auto byte = [&](int i, int at) { return _mm_and_si128(all(b + 17 * i - at), _mm_set1_epi32(255 << 8 * at)); };
-        const auto bytes = [&](int i) { return _mm_or_si128(_mm_or_si128(byte(i, 0), byte(i + 1, 1)), _mm_or_si128(byte(i + 2, 2), byte(i + 3, 3))); };
-        const __m256i e = _mm256_cvtepu8_epi32(_mm_unpacklo_epi32(bytes(0), bytes(4))), one = _mm256_set1_epi32(1);
+        const auto at = [&](int i) { return all(b + 17 * i); };
+        const __m256i bytes = _mm256_set_m128i(four(at(4), at(5), at(6), at(7)), four(at(0), at(1), at(2), at(3)));
+        const __m256i e = _mm256_and_si256(bytes, _mm256_set1_epi32(255)), one = _mm256_set1_epi32(1);
         const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
         s.d[0] = (__m256)_mm256_blendv_epi8(small, usual, _mm256_cmpgt_epi32(e, one));
     }
@@ -176,7 +176,8 @@ template <> struct Integers<Format::Q5_K> : KGroups<31> {
     static __m256i number(const uint8_t* b, const __m256i* t, int v) {
         const int k = v / 2 + v % 2 * 4; // dword of the fifth bits: bit g of a byte belongs to group g, and is to be bit 4
         const __m256i left = _mm256_set_epi32(0, 0, 1, 3, 0, 0, 2, 4), right = _mm256_set_epi32(3, 1, 0, 0, 2, 0, 0, 0);
-        const __m256i raw = _mm256_set_m128i(all(b + 16 + 4 * (k ^ 4)), all(b + 16 + 4 * k)), bits = _mm256_srlv_epi32(_mm256_sllv_epi32(raw, left), right);
+        const auto everywhere = [&](int i) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)(b + 16 + 4 * i))); };
+        const __m256i raw = _mm256_blend_epi32(everywhere(k), everywhere(k ^ 4), 0xf0), bits = _mm256_srlv_epi32(_mm256_sllv_epi32(raw, left), right);
         return _mm256_or_si256(KGroups::number(b, t, v), _mm256_and_si256(bits, _mm256_set1_epi8(16)));
     }
 };

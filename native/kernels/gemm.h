@@ -19,7 +19,7 @@ namespace MOORAGE_ISA {
 
 constexpr int64_t PIECE = 512; // columns of weights that are unpacked at a time
 constexpr int HELD = 8;      // rows of them: 16 KB of float32, half of a small L1
-constexpr int FEW = NREG == 1 ? 16 : NREG == 2 ? 8 : 2; // rows of x that are multiplied, four at most, while weights are in registers
+constexpr int FEW = NREG == 1 ? 16 : NREG == 2 ? 4 : 2; // rows of x that are multiplied, four at most, while weights are in registers
 
 inline int64_t piece_of(int64_t ld, int64_t k) { return ld - k < PIECE ? ld - k : PIECE; } // columns of the piece that begins with k
 inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
@@ -73,7 +73,7 @@ template <class Reader> constexpr bool HAS_ODD = requires(Reader r) { r.odd; };
 // T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
 template <class Reader, int T>
 __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : NREG == 2 && T == 4 ? 1 : 2, UNROLL = Reader::UNROLL; // sums fit registers
+    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : NREG == 2 && T >= 3 ? 1 : 2, UNROLL = Reader::UNROLL; // sums fit registers
     const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
     for (int r = 0; r < nr; r += R) {
         const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = r + R < nr ? base + R * m.stride : next ? next : base;
@@ -104,11 +104,14 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
                     }
                 }
             };
-            if constexpr (HAS_ODD<Reader>)
-                if (w[0].odd | w[1].odd | w[2].odd | w[3].odd) {
+            if constexpr (HAS_ODD<Reader>) {
+                bool odd = false;
+                for (int i = 0; i < R; i++) odd |= w[i].odd; // of those that have begun
+                if (odd) {
                     multiply.template operator()<true>();
                     continue;
                 }
+            }
             multiply.template operator()<false>();
         }
         for (int t = 0; t < T; t++) {
@@ -234,6 +237,7 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
         int64_t t = 0;
         x += at * ld;
         for (; NREG <= 2 && t + 4 <= n; t += 4) stream<Reader, NREG <= 2 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+        if (NREG == 2 && t + 3 == n) return stream<Reader, NREG == 2 ? 3 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
         for (; t + 2 <= n; t += 2) stream<Reader, 2>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
         if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
     });
