@@ -55,10 +55,19 @@ def make_batch(step: Step) -> Batch:
             rows.append(base + chunk.end - 1)
         borders.append(base + chunk.end)
     starts, slots = [c.start for c in step], [c.seq.lease.slot for c in step]
-    parts = (tokens, positions, borders, starts, slots, rows)
+    kept = _kept(step)
+    parts = (tokens, positions, borders, starts, slots, rows, kept)
     flat = torch.from_numpy(np.array([number for part in parts for number in part], np.int32))
-    tokens_, positions_, cu, start, slot, rows_ = flat.split_with_sizes([len(part) for part in parts])
-    return Batch(tokens_, positions_, Segments(cu, start, page_table(step), slot), rows_)
+    tokens_, positions_, cu, start, slot, rows_, kept_ = flat.split_with_sizes([len(part) for part in parts])
+    segments = Segments(cu, start, page_table(step), slot, kept_.view(-1, 2) if kept else None)
+    return Batch(tokens_, positions_, segments, rows_)
+
+
+def _kept(step: Step) -> list[int]:
+    """Rows and slot of every chunk, as `Segments.kept` has them; nothing when no chunk keeps a state on its way."""
+    if all(c.kept is None for c in step):
+        return []
+    return [number for c in step for number in ((c.kept.offset - c.start, c.kept.slot) if c.kept else (0, -1))]
 
 
 def page_table(step: Step) -> torch.Tensor:

@@ -28,7 +28,7 @@ from engine.pace import Pace
 from engine.prefix.base import Lease, OutOfPages, PrefixCache
 from engine.protocol import MoorageUsage, log_line
 from engine.sequence import Sampler, Sequence
-from engine.step import Chunk, Outcome, Step
+from engine.step import Chunk, Kept, Outcome, Step
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +135,20 @@ class Scheduler:
                 budget = min(budget, BACKGROUND_ROWS) if streams else budget
             if budget <= 0:
                 return
-            end = self._chunk_end(seq, budget)
+            end, kept = self._chunk_end(seq, budget)
             budget -= end - seq.computed
-            yield Chunk(seq, seq.computed, end, sample=end == len(seq.tokens) and seq.sampled < seq.limit)
+            yield Chunk(seq, seq.computed, end, end == len(seq.tokens) and seq.sampled < seq.limit, kept)
 
-    def _chunk_end(self, seq: Sequence, budget: int) -> int:
+    def _chunk_end(self, seq: Sequence, budget: int) -> tuple[int, Kept | None]:
+        """Where the chunk ends, and where the state on its way is left: a pause there would be a step for a few tokens more."""
         end = min(seq.computed + budget, len(seq.tokens))
         rows = seq.echo_rows(seq.computed, end)
         if len(rows) > ECHO_ROWS:
             end = rows[ECHO_ROWS - 1] + 1
         end = min([end, *(stop for stop in seq.shared_stops if stop > seq.computed)])
-        return seq.lease.next_stop(seq.computed, end)
+        stop = seq.lease.next_stop(seq.computed, end)
+        spare = seq.lease.spare_slot() if stop < end else None
+        return (stop, None) if spare is None else (seq.lease.next_stop(stop, end), Kept(stop, spare))
 
     def _make_room(self, seq: Sequence) -> bool:
         """Pages for the next token of a decoding sequence; False when it gave up its own place for older ones."""
@@ -305,6 +308,8 @@ class Scheduler:
         decoding = seq.decoding
         seq.computed = chunk.end
         seq.echo.extend(outcome.echo)
+        if chunk.kept is not None:
+            seq.lease.checkpoint(seq.tokens[: chunk.kept.offset], slot=chunk.kept.slot)
         if not decoding:
             seq.lease.checkpoint(seq.tokens[: seq.computed], "shared" if seq.computed in seq.shared_stops else "")
         if seq.computed < len(seq.tokens):

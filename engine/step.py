@@ -10,6 +10,14 @@ from engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Where the recurrent state of a sequence at `tokens[:offset]` is left when a chunk goes on behind it."""
+
+    offset: int
+    slot: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Rows `tokens[start:end]` of one sequence in one step; `sample` when the last of them predicts a new token."""
 
@@ -17,6 +25,7 @@ class Chunk:
     start: int
     end: int
     sample: bool
+    kept: Kept | None = None
 
     @property
     def echo(self) -> range:

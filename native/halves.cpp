@@ -90,7 +90,7 @@ void Ops::attention_half(const AttentionHalf& a, const Stream& s, const Rotation
 }
 
 void Ops::delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
-                     int sequences) {
+                     int sequences, const int32_t* kept) {
     std::lock_guard held(halves_);
     const int64_t n = s.n, values = (int64_t)d.value_heads * d.value_dim, mix = 2 * (int64_t)d.key_heads * d.key_dim + values;
     const float* wide = fan(d.in, normed(d.norm, s), n);
@@ -101,7 +101,7 @@ void Ops::delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, flo
     const float* a = columns(FOURTH, wide, n, width, mix + values + d.value_heads, d.value_heads);
     float* mixed = room(MIXED, n * values);
     delta_net(DeltaJob{qkv, a, b, d.conv, d.dt_bias, d.a_log, conv_state, state, nullptr, nullptr, nullptr, mixed, d.key_heads, d.value_heads,
-                       d.key_dim, d.value_dim, d.taps, cu, slot, sequences},
+                       d.key_dim, d.value_dim, d.taps, cu, slot, sequences, kept},
               n);
     gated_norm(mixed, z, d.out_norm, d.norm.eps, mixed, n * d.value_heads, d.value_dim);
     if (d.tiled) {

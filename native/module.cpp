@@ -66,7 +66,7 @@ void moe_merge(Ops& ops, H out_, H parts_, H ids_, H weights_) {
     ops.moe_merge(parts.f(), ids.i(), weights.f(), parts.shape[0], (int)parts.shape[1], parts.shape[2], out.f());
 }
 
-void delta_net(Ops& ops, H out_, H qkv_, H a_, H b_, H conv_, H bias_, H log_, H conv_state_, H s_, H cu_, H slot_) {
+void delta_net(Ops& ops, H out_, H qkv_, H a_, H b_, H conv_, H bias_, H log_, H conv_state_, H s_, H cu_, H slot_, H kept_) {
     const Tensor s = tensor(s_, "s", F32, {-1, -1, -1, -1}), qkv = tensor(qkv_, "qkv", F32, {-1, -1});
     const int64_t rows = qkv.shape[0], width = qkv.shape[1], slots = s.shape[0], hv = s.shape[1], dk = s.shape[2], dv = s.shape[3];
     const int64_t keys = width - hv * dv;
@@ -80,9 +80,10 @@ void delta_net(Ops& ops, H out_, H qkv_, H a_, H b_, H conv_, H bias_, H log_, H
     check_segments(cu, rows);
     const Tensor slot = tensor(slot_, "slot", I32, {cu.shape[0] - 1});
     in_range(slot, slots);
+    const int32_t* kept = kept_slots(kept_, cu, slots);
     if (!out.size()) return;
     DeltaJob job{qkv.f(), a.f(), b.f(), conv.f(), bias.f(), log.f(), past.f(), s.f(), nullptr, nullptr, nullptr, out.f(),
-                 (int)(keys / 2 / dk), (int)hv, (int)dk, (int)dv, (int)taps, cu.i(), slot.i(), (int)slot.shape[0]};
+                 (int)(keys / 2 / dk), (int)hv, (int)dk, (int)dv, (int)taps, cu.i(), slot.i(), (int)slot.shape[0], kept};
     release r;
     ops.delta_net(job, rows);
 }
@@ -213,7 +214,8 @@ NB_MODULE(_native, m) {
         .def("moe", &moe, nb::arg("out"), nb::arg("x"), nb::arg("ids"), nb::arg("weights"), nb::arg("gate_up"), nb::arg("up_type"),
              nb::arg("down"), nb::arg("down_type"), nb::arg("act"), nb::arg("place").none() = nb::none())
         .def("moe_merge", &moe_merge)
-        .def("delta_net", &delta_net)
+        .def("delta_net", &delta_net, nb::arg("out"), nb::arg("qkv"), nb::arg("a"), nb::arg("b"), nb::arg("conv"), nb::arg("dt_bias"),
+             nb::arg("a_log"), nb::arg("conv_state"), nb::arg("s"), nb::arg("cu"), nb::arg("slot"), nb::arg("kept").none() = nb::none())
         .def("rms_norm", &rms_norm)
         .def("gated_norm", &gated_norm)
         .def("rope", &rope)

@@ -126,7 +126,7 @@ Delta* delta_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>
     return b.release();
 }
 
-void run_delta(const Delta& b, H x_, H added_, H conv_, H state_, H cu_, H slot_) {
+void run_delta(const Delta& b, H x_, H added_, H conv_, H state_, H cu_, H slot_, H kept_) {
     const DeltaHalf& d = b.half;
     const Stream s = b.stream(x_, added_);
     const Tensor state = tensor(state_, "s", F32, {-1, d.value_heads, d.key_dim, d.value_dim});
@@ -135,9 +135,10 @@ void run_delta(const Delta& b, H x_, H added_, H conv_, H state_, H cu_, H slot_
     check_segments(cu, s.n);
     const Tensor slot = tensor(slot_, "slot", I32, {cu.shape[0] - 1});
     in_range(slot, slots);
+    const int32_t* kept = kept_slots(kept_, cu, slots);
     if (!s.n) return;
     release r;
-    b.ops.delta_half(d, s, conv.f(), state.f(), cu.i(), slot.i(), (int)slot.shape[0]);
+    b.ops.delta_half(d, s, conv.f(), state.f(), cu.i(), slot.i(), (int)slot.shape[0], kept);
 }
 
 Mlp* mlp_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>& parts, const Typed& down, int64_t inter, const std::string& act) {
@@ -201,7 +202,8 @@ void bind_halves(nb::module_& m, nb::class_<Ops>& ops) {
         .def("__call__", &run_attention, nb::arg("x"), nb::arg("added").none(), nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("k"),
              nb::arg("v"), nb::arg("cu"), nb::arg("start"), nb::arg("pages"));
     nb::class_<Delta>(m, "DeltaHalf")
-        .def("__call__", &run_delta, nb::arg("x"), nb::arg("added").none(), nb::arg("conv"), nb::arg("s"), nb::arg("cu"), nb::arg("slot"));
+        .def("__call__", &run_delta, nb::arg("x"), nb::arg("added").none(), nb::arg("conv"), nb::arg("s"), nb::arg("cu"), nb::arg("slot"),
+             nb::arg("kept").none() = nb::none());
     nb::class_<Mlp>(m, "MlpHalf").def("__call__", &run_mlp, nb::arg("x"), nb::arg("added").none());
     nb::class_<Moe>(m, "MoeHalf")
         .def("bank", &moe_bank)

@@ -52,7 +52,7 @@ public:
     void attention_half(const AttentionHalf& a, const Stream& s, const Rotation& rope, uint16_t* k_pages, uint16_t* v_pages,
                         const Sequences& seq);
     void delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
-                    int sequences);
+                    int sequences, const int32_t* kept);
     void mlp_half(const MlpHalf& m, const Stream& s);
     void moe_half(const MoeHalf& m, const Stream& s);
     // As far as the routed experts: out [n, hidden] is what they get; x is left without their result.

@@ -140,6 +140,18 @@ inline void check_segments(const Tensor& cu, int64_t rows) {
         if (cu.i()[s] > cu.i()[s + 1]) fail("cu: must not fall");
 }
 
+// Of every sequence: how many of its rows, and the slot that gets the state after them (-1: none). Null where nothing is kept.
+inline const int32_t* kept_slots(nb::handle kept_, const Tensor& cu, int64_t slots) {
+    if (kept_.is_none()) return nullptr;
+    const Tensor kept = tensor(kept_, "kept", I32, {cu.shape[0] - 1, 2});
+    for (int64_t i = 0; i < kept.shape[0]; i++) {
+        const int32_t rows = kept.i()[2 * i], slot = kept.i()[2 * i + 1];
+        if (slot < -1 || slot >= slots) fail("kept: no such slot");
+        if (slot >= 0 && (rows < 0 || rows >= cu.i()[i + 1] - cu.i()[i])) fail("kept: the sequence has no rows behind its kept state");
+    }
+    return kept.i();
+}
+
 inline void check_pages(const Tensor& cu, const Tensor& start, const Tensor& pages, int64_t held, int window) {
     for (int64_t s = 0; s < start.shape[0]; s++) {
         const int64_t from = start.i()[s], len = cu.i()[s + 1] - cu.i()[s], width = pages.shape[1];

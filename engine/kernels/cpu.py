@@ -14,7 +14,7 @@ from engine.kernels.cpu_joined import CpuJoined, floats, stored
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
 
-ABI = 5  # of the module these calls are written for (native/cpu.h)
+ABI = 6  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
@@ -152,7 +152,7 @@ class CpuOps:
         out = torch.empty(qkv.shape[0], spec.value_heads, spec.value_dim)
         conv, dt_bias, a_log = (floats(weights[name]) for name in ("conv", "dt_bias", "a_log"))
         qkv, a, b = qkv.contiguous(), a.contiguous(), b.contiguous()
-        self._ops.delta_net(out, qkv, a, b, conv, dt_bias, a_log, state.conv, state.s, seg.cu, seg.slot)
+        self._ops.delta_net(out, qkv, a, b, conv, dt_bias, a_log, state.conv, state.s, seg.cu, seg.slot, seg.kept)
         return out
 
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -53,7 +53,7 @@ class CpuJoined:
         run = self._native.delta_half(*_start(half), *rule, floats(half.out_norm), stored(half.out), *sizes)
 
         def delta_net(x: torch.Tensor, added: Added, state: StateLayer, seg: Segments) -> None:
-            run(x, added, state.conv, state.s, seg.cu, seg.slot)
+            run(x, added, state.conv, state.s, seg.cu, seg.slot, seg.kept)
 
         return delta_net
 

@@ -45,12 +45,14 @@ class Segments:
 
     Sequence s owns rows `cu[s]:cu[s+1]`; its first row stands at absolute position `start[s]`. Its cached tokens live in pages
     `pages[s, :ceil((start+len)/PAGE)]` (unused entries -1) and its recurrent state in slot `slot[s]` of every state tensor.
+    With `kept`, the state after the first `kept[s, 0]` of its rows is left in slot `kept[s, 1]` too, unless that is -1.
     """
 
     cu: torch.Tensor  # [S + 1]
     start: torch.Tensor  # [S]
     pages: torch.Tensor  # [S, P]
     slot: torch.Tensor  # [S]
+    kept: torch.Tensor | None = None  # [S, 2]
 
 
 @dataclass(frozen=True)

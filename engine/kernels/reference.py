@@ -158,7 +158,7 @@ class ReferenceOps:
         out = torch.empty(len(qkv), spec.value_heads, spec.value_dim)
         decay = _exactly(lambda x: torch.exp(-weights["a_log"].double().exp() * F.softplus(x + weights["dt_bias"].double())), a)
         beta = _exactly(torch.sigmoid, b)
-        for rows, _, _, slot in _sequences(seg):
+        for rows, slot in _delta_runs(seg, state):
             mixed = _causal_conv(qkv[rows], weights["conv"], state.conv[slot])
             q, k, v = mixed.split([spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=1)
             q = _l2_norm(q.reshape(-1, spec.key_heads, spec.key_dim)) * spec.key_dim**-0.5
@@ -246,6 +246,17 @@ def _sequences(seg: Segments):
     cu, starts, slots = seg.cu.tolist(), seg.start.tolist(), seg.slot.tolist()
     for i, (start, slot) in enumerate(zip(starts, slots, strict=True)):
         yield slice(cu[i], cu[i + 1]), start, seg.pages[i].long(), slot
+
+
+def _delta_runs(seg: Segments, state: StateLayer):
+    """(rows, slot) of every sequence of the step, in two parts where its state between them is kept."""
+    kept = [(0, -1)] * len(seg.slot) if seg.kept is None else seg.kept.tolist()
+    for (rows, _, _, slot), (count, to) in zip(_sequences(seg), kept, strict=True):
+        middle = rows.start + count
+        if to >= 0:
+            yield slice(rows.start, middle), slot
+            state.conv[to], state.s[to] = state.conv[slot], state.s[slot]
+        yield slice(middle if to >= 0 else rows.start, rows.stop), slot
 
 
 def _write_pages(cache: torch.Tensor, pages: torch.Tensor, start: int, new: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Where prefill pauses to keep a recurrent state: the anchors of a request, its end, and a coarse grid. Pure planning.
+"""Where prefill keeps a recurrent state: the anchors of a request, its end, and a coarse grid. Pure planning.
 
 A state costs tens of megabytes on a large hybrid, so a cold conversation of sixty turns must not leave sixty of them: tools and
 system text always, the last turns always (edits happen near the end), the rest thinned to a spacing that bounds the count.

@@ -45,13 +45,17 @@ class Lease(Protocol):
         """Make room for `tokens` tokens in total. Raises OutOfPages (nothing changed then)."""
 
     def next_stop(self, start: int, end: int) -> int:
-        """The first position in (start, end] at which prefill must pause for a checkpoint, or `end`."""
+        """The first position in (start, end] whose state is wanted for a checkpoint, or `end`."""
 
-    def checkpoint(self, tokens: Sequence[int], kind: str = "") -> None:
+    def spare_slot(self) -> int | None:
+        """A second state slot until the next `checkpoint` that names it or `close`; None when there is none or no use for it."""
+
+    def checkpoint(self, tokens: Sequence[int], kind: str = "", slot: int | None = None) -> None:
         """The sequence stands at exactly `len(tokens)` tokens: keep pages and state up to there for others.
 
         Call it after every prefill chunk with `kind` "": a position that was not planned costs nothing. During decode, name
-        the `kind` ("tool_call", "thinking") to ask for a checkpoint that was not planned.
+        the `kind` ("tool_call", "thinking") to ask for a checkpoint that was not planned. `slot`: the spare one, if the state at
+        that point is there and the sequence went on.
         """
 
     def close(self, tokens: Sequence[int], reason: str) -> None:

@@ -133,14 +133,22 @@ class RadixCache:
         self._enter(lease, prompt, node, [*parting(walk.depth, lease.match.common, len(prompt)), *anchors])
         return lease
 
-    def checkpoint(self, lease: RadixLease, tokens: Sequence[int], kind: str) -> None:
+    def spare_slot(self, lease: RadixLease) -> int | None:
+        if lease.spare is None and lease.keep and self.slots.free:
+            (lease.spare,) = self.slots.take(1)
+        return lease.spare
+
+    def checkpoint(self, lease: RadixLease, tokens: Sequence[int], kind: str, slot: int | None = None) -> None:
         length = len(tokens)
         stop = next((s for s in lease.stops if s.offset == length), None)
         wanted = stop is not None or kind
         if not self.storage.state_bytes:
             wanted = wanted or length >= len(lease.tokens) or length - lease.published >= PUBLISH_EVERY
         if lease.keep and wanted and length > lease.published:
-            self._keep(lease, np.asarray(tokens, np.int32), kind or (stop.kind if stop else "turn"))
+            where = lease.slot if slot is None else slot
+            self._keep(lease, np.asarray(tokens, np.int32), kind or (stop.kind if stop else "turn"), where)
+        if slot is not None:
+            self._drop_spare(lease)
 
     def answering(self, lease: RadixLease) -> None:
         """The first token is out: a long prefill goes to disk now, a short one with the end of its turn.
@@ -157,7 +165,7 @@ class RadixCache:
         lease.closed = True
         if lease.keep and reason != "error":
             if len(tokens) > lease.published:
-                self._keep(lease, np.asarray(tokens, np.int32), "turn-end")
+                self._keep(lease, np.asarray(tokens, np.int32), "turn-end", lease.slot)
             if len(tokens) > len(lease.tokens):
                 self.history.note(lease.session, lease.kept)
             self._save(lease)
@@ -314,15 +322,21 @@ class RadixCache:
         self.pool.drop(lease.pages)
         lease.pages = []
         self.slots.drop((lease.slot,))
+        self._drop_spare(lease)
+
+    def _drop_spare(self, lease: RadixLease) -> None:
+        if lease.spare is not None:
+            self.slots.drop((lease.spare,))
+            lease.spare = None
 
     # --- keeping
 
-    def _keep(self, lease: RadixLease, tokens: np.ndarray, kind: str) -> None:
-        """Publish the lease's pages, and its state, at `len(tokens)`."""
+    def _keep(self, lease: RadixLease, tokens: np.ndarray, kind: str, slot: int) -> None:
+        """Publish the lease's pages, and the state in `slot`, at `len(tokens)`."""
         path = self.tree.insert(tokens)
         node = path[-1]
         node.kind = node.kind or kind
-        if not self.storage.state_bytes or self.ram.hold_state(node, lambda: self.storage.save(lease.slot), lease.segment, kind):
+        if not self.storage.state_bytes or self.ram.hold_state(node, lambda: self.storage.save(slot), lease.segment, kind):
             added = self.ram.publish(path, lease.pages, lease.session, lease.segment)
             if added:
                 self.counters["stored"] += 1

@@ -21,6 +21,7 @@ class RadixLease:
         self.tokens = tokens
         self.pages: list[int] = []
         self.slot = slot
+        self.spare: int | None = None  # a second slot, while a step is on its way that leaves a state in it
         self.session = session
         self.keep = True
         self.segment = Segment.PROBATION  # of what it adds: a conversation that grows is protected up to its last token
@@ -43,8 +44,11 @@ class RadixLease:
     def next_stop(self, start: int, end: int) -> int:
         return min((s.offset for s in self.stops if start < s.offset <= end), default=end)
 
-    def checkpoint(self, tokens: Sequence[int], kind: str = "") -> None:
-        self._cache.checkpoint(self, tokens, kind)
+    def spare_slot(self) -> int | None:
+        return self._cache.spare_slot(self)
+
+    def checkpoint(self, tokens: Sequence[int], kind: str = "", slot: int | None = None) -> None:
+        self._cache.checkpoint(self, tokens, kind, slot)
 
     def close(self, tokens: Sequence[int], reason: str) -> None:
         self._cache.close(self, tokens, reason)

@@ -33,7 +33,10 @@ class NaiveLease:
     def next_stop(self, start: int, end: int) -> int:
         return end
 
-    def checkpoint(self, tokens: Sequence[int], kind: str = "") -> None:
+    def spare_slot(self) -> None:
+        """Keeps nothing."""
+
+    def checkpoint(self, tokens: Sequence[int], kind: str = "", slot: int | None = None) -> None:
         """Keeps nothing."""
 
     def close(self, tokens: Sequence[int], reason: str) -> None:

@@ -35,10 +35,14 @@ void delta_conv(const DeltaJob& j, int64_t c0, int n) {
                 const F y = activate(acc, SILU);
                 m == 16 ? store(out + t * width + c, y) : store_part(out + t * width + c, y, m);
             }
-        for (int i = 0; i < past; i++) {
-            const int64_t at = len - past + i;
-            for (int c = 0; c < n; c++) state[c * past + i] = at < 0 ? old[past + at][c] : x[at * width + c];
-        }
+        const auto leave = [&](int64_t rows, float* to) {
+            for (int i = 0; i < past; i++) {
+                const int64_t at = rows - past + i;
+                for (int c = 0; c < n; c++) to[c * past + i] = at < 0 ? old[past + at][c] : x[at * width + c];
+            }
+        };
+        if (j.kept && j.kept[2 * s + 1] >= 0) leave(j.kept[2 * s], j.conv_state + (j.kept[2 * s + 1] * width + c0) * past);
+        leave(len, state);
     }
 }
 
@@ -100,12 +104,19 @@ size_t delta_scratch(const DeltaJob& j) { return sizeof(float) * DELTA_COLS * j.
 void delta_rule(const DeltaJob& j, int seq, int head, int c0, int columns, void* scratch) {
     const int dk = j.key_dim, dv = j.value_dim, key = head / (j.value_heads / j.key_heads);
     const int64_t width = 2 * (int64_t)j.key_heads * dk + (int64_t)j.value_heads * dv;
-    float *s = (float*)scratch, *state = j.s + ((int64_t)j.slot[seq] * j.value_heads + head) * dk * dv + c0;
+    float* s = (float*)scratch;
+    const float* state = j.s + ((int64_t)j.slot[seq] * j.value_heads + head) * dk * dv + c0;
     for (int d = 0; d < dk; d++) {
         memcpy(s + d * DELTA_COLS, state + (int64_t)d * dv, columns * sizeof(float));
         memset(s + d * DELTA_COLS + columns, 0, (DELTA_COLS - columns) * sizeof(float));
     }
+    const auto leave = [&](int slot) {
+        float* to = j.s + ((int64_t)slot * j.value_heads + head) * dk * dv + c0;
+        for (int d = 0; d < dk; d++) memcpy(to + (int64_t)d * dv, s + d * DELTA_COLS, columns * sizeof(float));
+    };
+    const int64_t keep_at = j.kept && j.kept[2 * seq + 1] >= 0 ? j.cu[seq] + j.kept[2 * seq] : -1;
     for (int64_t t = j.cu[seq]; t < j.cu[seq + 1]; t++) {
+        if (t == keep_at) leave(j.kept[2 * seq + 1]);
         const float* x = j.mixed + t * width;
         const float *q = x + key * dk, *k = x + (j.key_heads + key) * dk;
         const float decay = j.decay[t * j.value_heads + head], beta = j.beta[t * j.value_heads + head];
@@ -119,7 +130,7 @@ void delta_rule(const DeltaJob& j, int seq, int head, int c0, int columns, void*
         }
         memcpy(j.out + (t * j.value_heads + head) * dv + c0, o, columns * sizeof(float));
     }
-    for (int d = 0; d < dk; d++) memcpy(state + (int64_t)d * dv, s + d * DELTA_COLS, columns * sizeof(float));
+    leave(j.slot[seq]);
 }
 
 void fill_delta(Kernels& k) {

@@ -71,6 +71,7 @@ struct DeltaJob {
     int key_heads, value_heads, key_dim, value_dim, taps;
     const int32_t *cu, *slot;
     int sequences;
+    const int32_t* kept; // null, or of every sequence [2]: the state after so many of its rows is left in this slot too, -1: in none
 };
 
 // Who is chosen: the k best of score + bias, among the best groups of consecutive experts. Weighed by score.

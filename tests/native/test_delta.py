@@ -1,5 +1,7 @@
 """Gated DeltaNet: the truth's numbers; chunk borders, neighbours and threads leave no trace."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.kernels.cpu import CpuOps
 from engine.kernels.ops import StateLayer
+from engine.kernels.reference import ReferenceOps
 from engine.models.spec import DeltaNetSpec
 from tests.native.helpers import close, segments
 
@@ -74,3 +77,38 @@ def test_neighbours_do_not_matter(ops) -> None:
 
 
 BEST = CpuOps(threads=1)
+
+
+@settings(max_examples=20)
+@given(n=st.integers(1, 90), at=st.integers(0, 89), spec=st.sampled_from([SPEC, ODD]))
+def test_a_state_on_the_way_is_that_of_a_pause(n: int, at: int, spec) -> None:
+    at = min(at, n - 1)
+    (qkv, a, b, weights), paused, through = inputs(spec, n), empty(spec, 3), empty(spec, 3)
+    for state in (paused, through):
+        state.s[1] = torch.randn(state.s.shape[1:], generator=torch.Generator().manual_seed(3)) / 4
+        state.conv[1] = 0.5
+    if at:
+        run(BEST, spec, (qkv[:at], a[:at], b[:at], weights), [at], paused, slot=1)
+    middle = [t[1].clone() for t in (paused.conv, paused.s)]
+    rest = run(BEST, spec, (qkv[at:], a[at:], b[at:], weights), [n - at], paused, slot=1)
+    for ops in (BEST, ReferenceOps()):
+        seg = replace(segments([0, n], [0], [[0]], [1]), kept=torch.tensor([[at, 2]], dtype=torch.int32))
+        out = ops.delta_net(qkv, a, b, weights, through, seg, spec)
+        if ops is BEST:
+            assert torch.equal(out[at:], rest)
+            assert torch.equal(through.conv[2], middle[0]) and torch.equal(through.s[2], middle[1])
+            assert torch.equal(through.conv[1], paused.conv[1]) and torch.equal(through.s[1], paused.s[1])
+            through = empty(spec, 3)
+            through.s[1] = torch.randn(through.s.shape[1:], generator=torch.Generator().manual_seed(3)) / 4
+            through.conv[1] = 0.5
+        else:
+            close(through.s[2], middle[1], 2e-5)
+            assert torch.equal(through.conv[2], middle[0])
+
+
+@pytest.mark.parametrize("kept", [[[4, 1]], [[-1, 1]], [[0, 3]], [[0, -2]]])
+def test_a_state_that_cannot_be_kept_is_refused(kept: list) -> None:
+    qkv, a, b, weights = inputs(SPEC, 4)
+    seg = replace(segments([0, 4], [0], [[0]], [0]), kept=torch.tensor(kept, dtype=torch.int32))
+    with pytest.raises(ValueError, match="kept"):
+        BEST.delta_net(qkv, a, b, weights, empty(SPEC, 3), seg, SPEC)

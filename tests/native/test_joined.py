@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from engine.kernels.cpu import CpuOps
 from engine.kernels.ops import AttentionHalf, KVLayer, MlpHalf, MoeHalf
 from engine.models.load import load_model
 from engine.models.spec import AttentionSpec, MlpSpec, MoeSpec
+from engine.nn.batch import Batch, Cache
 from engine.nn.decoder import Decoder
 from engine.nn.experts import InPlace, expert_banks
 from tests.native.helpers import segments
@@ -75,6 +77,32 @@ def test_every_instruction_set_has_the_bits_of_its_operations(isa, tmp_path) -> 
     loaded = load_model(tmp_path, ops)
     with torch.inference_mode():
         assert torch.equal(*(logits(Decoder(loaded.spec, loaded.weights, o)) for o in (ops, plain)))
+
+
+class Keeping:
+    """A decoder that leaves the state after `count` rows of the only sequence in `slot`."""
+
+    def __init__(self, inner: Decoder, count: int, slot: int) -> None:
+        self.spec, self._inner, self._kept = inner.spec, inner, torch.tensor([[count, slot]], dtype=torch.int32)
+
+    def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
+        return self._inner.forward(replace(batch, segments=replace(batch.segments, kept=self._kept)), cache)
+
+
+@pytest.mark.parametrize("kind", [CpuOps, OneByOne])
+def test_a_state_on_the_way_is_that_of_a_pause(kind, tmp_path) -> None:
+    make_tiny("qwen3_next", tmp_path, torch.bfloat16)
+    ops = kind(1)
+    loaded = load_model(tmp_path, ops)
+    decoder, prompt = Decoder(loaded.spec, loaded.weights, ops), tokens(20)
+    with torch.inference_mode():
+        paused = Driver(decoder, torch.bfloat16)
+        paused.chunks(0, prompt[:9], [9])
+        through = Driver(Keeping(decoder, 9, int(paused.slots[3])), torch.bfloat16)
+        through.chunks(0, prompt, [20])
+    slot, spare = int(paused.slots[0]), int(paused.slots[3])
+    for one, other in zip(paused.cache.states, through.cache.states, strict=True):
+        assert one is None or (torch.equal(one.conv[slot], other.conv[spare]) and torch.equal(one.s[slot], other.s[spare]))
 
 
 SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=8, scale=1.0, rope=None)

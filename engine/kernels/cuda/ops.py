@@ -116,7 +116,27 @@ class CudaOps:
         seg: Segments,
         spec: DeltaNetSpec,
     ) -> torch.Tensor:
-        return delta.delta_net(_in_rows(qkv), _in_rows(a), _in_rows(b), weights, state, seg, spec)
+        if seg.kept is None:
+            return delta.delta_net(_in_rows(qkv), _in_rows(a), _in_rows(b), weights, state, seg, spec)
+        return self._delta_net_in_parts((qkv, a, b), weights, state, seg, spec)
+
+    def _delta_net_in_parts(
+        self, x: tuple[torch.Tensor, ...], weights: dict[str, torch.Tensor], state: StateLayer, seg: Segments, spec: DeltaNetSpec
+    ) -> torch.Tensor:
+        """With states to keep on the way: up to there first, then the rest."""
+        out = torch.empty(len(x[0]), spec.value_heads, spec.value_dim, dtype=torch.float32, device=x[0].device)
+        cu, kept, slots = seg.cu.tolist(), seg.kept.tolist(), seg.slot.tolist()
+        middle = [cu[i] + count if to >= 0 else cu[i + 1] for i, (count, to) in enumerate(kept)]
+        for begin, end in ((cu[:-1], middle), (middle, cu[1:])):
+            who = [i for i in range(len(kept)) if begin[i] < end[i]]
+            rows = torch.cat([torch.arange(begin[i], end[i]) for i in who]).to(out.device)
+            borders = torch.tensor([0, *(end[i] - begin[i] for i in who)]).cumsum(0).int().to(out.device)
+            part = Segments(borders, seg.start[who], seg.pages[who], seg.slot[who])
+            out[rows] = self.delta_net(*(t[rows] for t in x), weights, state, part, spec)
+            for slot, (_, to) in zip(slots, kept, strict=True) if end is middle else ():
+                if to >= 0:
+                    state.conv[to], state.s[to] = state.conv[slot], state.s[slot]
+        return out
 
     def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return rows.route(_in_rows(logits), spec, bias)

@@ -62,6 +62,7 @@ class FakeDecoder:
         pages, states = cache.kv[0].k[:, 0, :, 0].numpy(), cache.states[0].s.view(-1)
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         assert len(set(slots)) == len(slots), "two sequences share a state slot"
+        kept = [(0, -1)] * len(slots) if batch.segments.kept is None else batch.segments.kept.tolist()
         for s, slot in enumerate(slots):
             start, low, high = starts[s], cu[s], cu[s + 1]
             at = np.arange(start, start + high - low)
@@ -73,6 +74,10 @@ class FakeDecoder:
             hashes = hashes_of(history)
             assert int(states[slot]) == hashes[start], "the state slot and the pages tell different histories"
             states[slot] = hashes[-1]
+            count, to = kept[s]
+            if to >= 0:
+                assert 0 <= count < high - low and to not in slots
+                states[to] = hashes[start + count]
             for i, row in enumerate(wanted):
                 if low <= row < high:
                     out[i] = logits_of_state(hashes[start + row - low + 1])

@@ -101,6 +101,28 @@ def test_reuse_changes_no_token(plan, pages, slots, chunk) -> None:
     assert isinstance(engine.end("all"), Done)
 
 
+def test_a_state_on_the_way_costs_no_step_of_its_own() -> None:
+    """A prompt keeps its state in front of its last token: computed with the rest of it where a second slot is free."""
+    prompt = [(i * 5 + 3) % VOCAB for i in range(300)]
+    for slots, steps in ((1, 2), (2, 1)):
+        engine = FakeEngine(pages=20, slots=slots, prefill_chunk=500, make_prefix=radix)
+        for n in (150, 158, 300):
+            before = engine.decoder.steps
+            engine.run(generate(str(n), prompt[:n], 1))
+            assert engine.decoder.steps - before == steps and engine.tokens(str(n)) == alone(prompt[:n], 1)
+            engine.run(generate(f"{n} again", prompt[:n], 1))
+            assert engine.started(f"{n} again").usage.common == n - 1
+            assert engine.tokens(f"{n} again") == engine.tokens(str(n))
+        assert engine.prefix.status()["slots"] == {"total": slots, "free": slots}
+
+
+def test_a_spare_slot_is_given_back_when_the_step_breaks() -> None:
+    engine = FakeEngine(pages=20, slots=2, prefill_chunk=500, decoder=FakeDecoder(fail=50), make_prefix=radix)
+    engine.run(generate("broken", [*range(40), 50, 51], 1))
+    assert isinstance(engine.end("broken"), RequestError)
+    assert engine.prefix.status()["slots"] == {"total": 2, "free": 2}
+
+
 def test_a_request_is_not_kept_out_by_pages_of_its_own_prompt_it_cannot_use() -> None:
     """A recurrent state was evicted, its pages were not: the prompt is computed again, in the room of the old pages."""
     engine = FakeEngine(pages=8, slots=1, make_prefix=radix)

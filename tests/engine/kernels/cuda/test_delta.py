@@ -1,5 +1,7 @@
 """Gated DeltaNet: the truth's numbers; chunk borders and neighbours leave no trace."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,3 +61,15 @@ def test_neighbours_do_not_matter(ops) -> None:
     assert torch.equal(ops.delta_net(qkv, a, b, parts[0][3], together, seg, SPEC), want)
     assert torch.equal(alone.s, together.s) and torch.equal(alone.conv, together.conv)
     assert not together.s[1].any()
+
+
+def test_a_state_on_the_way_is_that_of_a_pause(ops) -> None:
+    first, second = inputs(SPEC, 7, seed=5), inputs(SPEC, 2, seed=6)
+    paused, through = empty(SPEC, 3), empty(SPEC, 3)
+    middle = run(ops, SPEC, tuple(t[:4] for t in first[:3]) + first[3:], [4], paused)
+    seg = replace(segments([0, 7, 9], [0, 0], [[0]] * 2, [0, 1]), kept=torch.tensor([[4, 2], [0, -1]], dtype=torch.int32))
+    out = ops.delta_net(*(torch.cat([x, y]) for x, y in zip(first[:3], second[:3], strict=True)), first[3], through, seg, SPEC)
+    assert torch.equal(out[:4], middle)
+    assert torch.equal(through.s[2], paused.s[0]) and torch.equal(through.conv[2], paused.conv[0])
+    rest = run(ops, SPEC, tuple(t[4:] for t in first[:3]) + first[3:], [3], paused)
+    assert torch.equal(out[4:7], rest) and torch.equal(through.s[0], paused.s[0])
