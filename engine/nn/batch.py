@@ -28,7 +28,7 @@ class Batch:
         if device.type == "cpu":
             return self
         seg = self.segments
-        moved = Segments(*(part.to(device) for part in (seg.cu, seg.start, seg.pages, seg.slot)))
+        moved = Segments(*(part.to(device) for part in (seg.cu, seg.start, seg.pages, seg.slot)), seg.kept)
         return Batch(self.tokens.to(device), self.positions.to(device), moved, self.logit_rows.to(device))
 
 

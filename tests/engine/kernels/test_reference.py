@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer
 from engine.kernels.reference import ReferenceOps
 from engine.models.spec import DeltaNetSpec, MoeSpec
+from engine.nn.batch import Batch
 
 OPS = ReferenceOps()
 PAGE = 8
@@ -186,3 +187,9 @@ def test_blocks_are_dequantized_as_gguf_does(kind) -> None:
     weight = OPS.prepare(Quant(torch.from_numpy(stored), kind, 64))
     assert weight.shape == (3, 5, 64)
     np.testing.assert_array_equal(weight.numpy(), gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]))
+
+
+def test_what_is_kept_goes_along_to_a_device() -> None:
+    numbers, kept = torch.zeros(2, dtype=torch.int32), torch.tensor([[1, 2]], dtype=torch.int32)
+    moved = Batch(numbers, numbers, Segments(numbers, numbers, numbers, numbers, kept), numbers).on(torch.device("meta"))
+    assert moved.segments.cu.is_meta and torch.equal(moved.segments.kept, kept)
