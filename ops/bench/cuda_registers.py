@@ -24,7 +24,7 @@ TARGETS = (86, 89, 90, 120, 121)
 RESULTS = ROOT / "docs" / "results" / "cuda-registers.json"
 SHARED_LIMIT = 99 * 1024  # bytes a block may have on sm_86, 89, 120 and 121, the least of all targets
 TENSOR = re.compile(r"(wgmma\.mma_async\.sync\.aligned\.m64)n\d+(k16\S*)|(mma\.sync\.aligned\S+)")
-MIB16 = {"tt.divisibility": 16}
+ROUTED = ("BF16", "Q4_0", "Q4_K")  # formats whose expert kernels are compiled too: they are `linear` with other rows
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Variant:
 
 def variants() -> list[Variant]:
     """The shapes of a Qwen3-30B-A3B and a Qwen3.5-35B-A3B layer."""
+    from engine.kernels.cuda.attention import KEYS
     from engine.kernels.cuda.formats import FORMATS
-    from engine.kernels.cuda.products import FEW, MANY, SPAN, TILE, shape_of
+    from engine.kernels.cuda.products import FEW, MANY, SPAN, TILE, shape_of, warps
 
     found = []
     stored = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -52,22 +53,34 @@ def variants() -> list[Variant]:
         for size, width in (("few", FEW), ("many", MANY)):
             tile = dict(COLS=2048, TILE=TILE, WIDTH=width, **shape_of(kind))
             linear = dict(tile, SPAN=SPAN, SPLIT=width == FEW, BIASED=False, bias=None)
-            found.append(Variant(f"linear {kind} {size}", "products", "linear_kernel", "ppwnnnn", linear, weight=dtype))
+            found.append(Variant(f"linear {kind} {size}", "products", "linear_kernel", "ppwnnnn", linear, warps(width), dtype))
+            if kind not in ROUTED:
+                continue
             routed = dict(tile, EXPERTS=128, POWER=128, PLACED=True)
             up = dict(routed, ACT="silu", TOP=8)
-            found.append(Variant(f"gate_up {kind} {size}", "experts", "gate_up_kernel", "ppwiiinnnnn", up, weight=dtype))
+            found.append(Variant(f"gate_up {kind} {size}", "experts", "gate_up_kernel", "ppwiiinnnnn", up, warps(width), dtype))
             down = dict(routed, COLS=768)
-            found.append(Variant(f"down {kind} {size}", "experts", "down_kernel", "ppwiiinnnn", down, weight=dtype))
+            found.append(Variant(f"down {kind} {size}", "experts", "down_kernel", "ppwiiinnnn", down, warps(width), dtype))
     for dim, window in ((64, 0), (128, 0), (128, 4096), (256, 0)):
         for split in (True, False):
-            width = 16 if split else 64 if dim <= 128 else 32
+            width = 16 if split else max(16, 64 * 64 // dim)
             shape = dict(HEADS=32, GROUP=8, DIM=dim, BLOCK=dim, TAIL=0, TAIL_BLOCK=16, WINDOW=window, SEQUENCES=16)
-            shape |= dict(SPLIT=split, WIDTH=width)
+            shape |= dict(SPLIT=split, WIDTH=width, KEYS=KEYS)
             name = f"attention {dim}{' window' if window else ''} {'spans' if split else 'walk'}"
             found.append(Variant(name, "attention", "attention_kernel", "pppbbiiinnnnnf", shape, 4 if split else 8))
     for split in (True, False):
         shape = dict(
-            HEADS=64, GROUP=64, DIM=512, BLOCK=512, TAIL=64, TAIL_BLOCK=64, WINDOW=0, SEQUENCES=16, SPLIT=split, WIDTH=16
+            HEADS=64,
+            GROUP=64,
+            DIM=512,
+            BLOCK=512,
+            TAIL=64,
+            TAIL_BLOCK=64,
+            WINDOW=0,
+            SEQUENCES=16,
+            SPLIT=split,
+            WIDTH=16,
+            KEYS=KEYS,
         )
         found.append(
             Variant(f"latent {'spans' if split else 'walk'}", "attention", "attention_kernel", "pppbbiiinnnnnf", shape, 8)
@@ -104,8 +117,7 @@ def build(variant: Variant, target: int) -> dict[str, object]:
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*"}
     constants = {(kernel.arg_names.index(name),): value for name, value in variant.constants.items()}
     source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, aligned)
-    options = {"num_warps": variant.warps, "num_stages": int(os.environ.get("STAGES", "3"))}
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": variant.warps})
     registers, spilled = usage(made.asm["cubin"], target)
     tensor = sorted({"".join(part for part in found if part) for found in TENSOR.findall(made.asm["ptx"])})
     return {

@@ -18,8 +18,9 @@ from engine.kernels.ops import KVLayer, Segments
 
 PAGE = tl.constexpr(64)  # tokens: engine.nn.batch.PAGE
 SPAN = tl.constexpr(8)  # pages
+KEYS = 32  # a step of the walk multiplies; 64 spill up to 544 bytes a thread (ops/bench/cuda_registers.py)
 ALONE = 16  # rows of a step up to which spans get a program each; partial sums of a row take 4 bytes a span, head and dimension
-QUERIES = 64  # of a tile, with heads of up to 128; wider ones keep fewer in the same registers
+QUERIES = 64  # of a tile, with heads of 64; wider ones keep fewer in the same registers
 
 
 @triton.jit
@@ -44,20 +45,23 @@ def write_kernel(
 def _walk(
     q, q_tail, position, k_pages, v_pages, table, page_stride, head, first, last, end, scale, peak, total, acc,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums (largest score, sum, weighted values) over pages first..last, of which positions below `end` are written.
 
     With a `TAIL` keys are that much longer than values, and values are their first part. q and q_tail [BLOCK, N] come in halves.
     """
     c = tl.arange(0, BLOCK)
-    j = tl.arange(0, PAGE)
-    ones = tl.full((16, PAGE), 1.0, tl.bfloat16)
-    for page in range(first, last):
-        key = page * PAGE + j
-        at = tl.load(table + page).to(tl.int64) * page_stride + head * (PAGE * (DIM + TAIL))
+    j = tl.arange(0, KEYS)
+    ones = tl.full((16, KEYS), 1.0, tl.bfloat16)
+    for part in range(first * (PAGE // KEYS), last * (PAGE // KEYS)):
+        key = part * KEYS + j
+        page = part // (PAGE // KEYS)
+        at = tl.load(table + page).to(tl.int64) * page_stride
+        at += (head * PAGE + (part - page * (PAGE // KEYS)) * KEYS) * (DIM + TAIL)
         written = (key < end)[:, None] & (c < DIM)[None, :]
         k = tl.load(k_pages + at + j[:, None] * (DIM + TAIL) + c[None, :], mask=written, other=0.0)
-        score = dot(k, q[0], tl.zeros((PAGE, position.shape[0]), tl.float32))
+        score = dot(k, q[0], tl.zeros((KEYS, position.shape[0]), tl.float32))
         score = dot(k, q[1], score)
         if TAIL > 0:
             i = tl.arange(0, TAIL_BLOCK)
@@ -105,7 +109,7 @@ def attention_kernel(
     out, stats, q, k_pages, v_pages, cu, start, pages, sequences, q_stride, page_stride, table_width, rows, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, TAIL_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    SEQUENCES: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+    SEQUENCES: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """`WIDTH` queries (rows of one sequence, the `GROUP` heads of one key head) a program.
 
@@ -142,7 +146,7 @@ def attention_kernel(
         span = tl.program_id(2)
         peak, total, acc = _walk(
             q_main, q_tail, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
-            tl.minimum(span * SPAN + SPAN, last_page), end, scale, peak, total, acc, DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW,
+            tl.minimum(span * SPAN + SPAN, last_page), end, scale, peak, total, acc, DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW, KEYS,
         )  # fmt: skip
         at = (span.to(tl.int64) * rows + row) * HEADS + query_head
         tl.store(stats + at, peak, mask=f < size)
@@ -154,7 +158,7 @@ def attention_kernel(
                 q_main, q_tail, position, k_pages, v_pages, table, page_stride, head, tl.maximum(span * SPAN, first_page),
                 tl.minimum(span * SPAN + SPAN, last_page), end, scale,
                 tl.full((WIDTH,), float("-inf"), tl.float32), tl.zeros((WIDTH,), tl.float32),
-                tl.zeros((BLOCK, WIDTH), tl.float32), DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW,
+                tl.zeros((BLOCK, WIDTH), tl.float32), DIM, BLOCK, TAIL, TAIL_BLOCK, WINDOW, KEYS,
             )  # fmt: skip
             peak, total, acc = _fold(peak, total, acc, own_peak, own_total, own)
         at = (row * HEADS + query_head) * DIM
@@ -205,7 +209,7 @@ def attend(
     sequences, group = seg.start.shape[0], heads // kv.k.shape[1]
     split = rows <= ALONE if split is None else split
     block = max(16, triton.next_power_of_2(dim))
-    width = 16 if split else max(16, min(QUERIES, QUERIES * 128 // block))
+    width = 16 if split else max(16, min(QUERIES, QUERIES * 64 // block))
     tiles = sequences + rows * group // width
     spans = -(-seg.pages.shape[1] // SPAN.value)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
@@ -215,7 +219,7 @@ def attend(
         parts, stats, q, kv.k, kv.k if kv.v is None else kv.v, seg.cu, seg.start, seg.pages, sequences, q.stride(0),
         kv.k.stride(0), seg.pages.shape[1], rows, scale * math.log2(math.e),
         HEADS=heads, GROUP=group, DIM=dim, BLOCK=block, TAIL=tail, TAIL_BLOCK=max(16, triton.next_power_of_2(max(1, tail))),
-        WINDOW=window or 0, SEQUENCES=triton.next_power_of_2(sequences), SPLIT=split, WIDTH=width,
+        WINDOW=window or 0, SEQUENCES=triton.next_power_of_2(sequences), SPLIT=split, WIDTH=width, KEYS=KEYS,
         num_warps=4 if split and block <= 128 else 8,
     )  # fmt: skip
     if split:

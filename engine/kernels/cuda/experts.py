@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.cuda.lang import find_block
-from engine.kernels.cuda.products import FEW, MANY, TILE, product, shape_of
+from engine.kernels.cuda.products import FEW, MANY, TILE, product, shape_of, warps
 from engine.kernels.cuda.rows import activate
 
 CHUNK = 1024  # ids a program of `group_kernel` looks at in one go
@@ -131,7 +131,12 @@ def expert_rows(
     width = FEW if count <= FEW * experts else MANY
     blocks = min(count, experts + count // width)
     shared = dict(
-        EXPERTS=experts, POWER=triton.next_power_of_2(experts), PLACED=place is not None, TILE=TILE, WIDTH=width, num_warps=4
+        EXPERTS=experts,
+        POWER=triton.next_power_of_2(experts),
+        PLACED=place is not None,
+        TILE=TILE,
+        WIDTH=width,
+        num_warps=warps(width),
     )
     h = torch.empty(count, inter, dtype=torch.float32, device=x.device)
     gate_up_kernel[(triton.cdiv(inter, TILE), blocks)](

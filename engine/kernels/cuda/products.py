@@ -134,6 +134,11 @@ def heads_kernel(
     tl.store(out + at, acc, mask=(n < outer)[:, None] & (t < rows)[None, :])
 
 
+def warps(width: int) -> int:
+    """Twice as many for the wide tile: its sums would spill out of the registers of four."""
+    return 4 if width == FEW else 8
+
+
 def shape_of(kind: str) -> dict[str, object]:
     """The constants of a format every product takes."""
     found = FORMATS[kind]
@@ -151,7 +156,8 @@ def linear(
     grid = (triton.cdiv(outer, TILE), triton.cdiv(rows, width), spans if split else 1)
     linear_kernel[grid](
         out, x, w, bias, rows, outer, w.stride(0), x.stride(0),
-        COLS=cols, SPAN=SPAN, SPLIT=split, BIASED=bias is not None, TILE=TILE, WIDTH=width, **shape_of(kind), num_warps=4,
+        COLS=cols, SPAN=SPAN, SPLIT=split, BIASED=bias is not None, TILE=TILE, WIDTH=width, **shape_of(kind),
+        num_warps=warps(width),
     )  # fmt: skip
     if not split:
         return out
@@ -180,6 +186,6 @@ def heads_linear(x: torch.Tensor, w: torch.Tensor, kind: str, cols: int) -> torc
     out = torch.empty(rows, heads, outer, dtype=torch.float32, device=x.device)
     heads_kernel[(triton.cdiv(outer, TILE), triton.cdiv(rows, width), heads)](
         out, x, w, rows, outer, w.stride(0), w.stride(1), x.stride(0),
-        COLS=cols, TILE=TILE, WIDTH=width, **shape_of(kind), num_warps=4,
+        COLS=cols, TILE=TILE, WIDTH=width, **shape_of(kind), num_warps=warps(width),
     )  # fmt: skip
     return out
