@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +14,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, in_place_wanted
 from engine.cores import physical_cores
 from engine.experts.budget import Impossible
 from engine.experts.filepool import Pack
+from engine.experts.inplace import MappedExperts
 from engine.experts.layers import spans
 from engine.experts.locking import Locked, lock_banks
 from engine.experts.pack import PackError
@@ -27,6 +29,7 @@ from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.hostmem import available_bytes
 from engine.kernels.ops import Ops, Weight
 from engine.limits import Limits
+from engine.mapped import MappedFile, watched
 from engine.memory import CachePlan, TooLittleMemory, gib, plan_cache
 from engine.models.errors import ModelError
 from engine.models.load import LoadedModel, load_model
@@ -34,7 +37,8 @@ from engine.models.spec import ModelSpec, MoeSpec
 from engine.nn.batch import Cache, allocate_cache
 from engine.nn.decoder import Decoder
 from engine.nn.experts import Experts, InPlace, expert_banks
-from engine.packing import open_pack, slot_counts, stream_experts
+from engine.numa import describe
+from engine.packing import fits_in_place, open_pack, slot_counts, stream_experts
 from engine.plan import FastMemory, Placed, file_shape, host_shape, place_loaded, read_rate
 from engine.prefix.base import PrefixCache
 from engine.prefix.cache import RadixCache
@@ -69,6 +73,7 @@ class Parts:
     grammars: Grammars | None = None
     experts: ExpertParts | None = None  # None for a model without experts
     wanted_context: int = 0  # tokens one sequence may hold once there is memory for it; 0 = as many as now
+    mapped: int = 0  # bytes of weights that lie in mapped files: the system counts them as available
 
 
 def build(config: EngineConfig, progress: Progress) -> Parts:
@@ -77,13 +82,19 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     kernels = getattr(ops, "numerics", ops.name)  # cached tokens belong to the kernels whose bits they are
     try:
         pack = open_pack(Path(config.experts_pack).expanduser(), config.model, ops) if config.experts_pack else None
+        began = time.monotonic()
         with copying_threads(getattr(ops, "threads", 1)):
-            loaded = load_model(config.model, ops, progress, experts=pack is None)
-        available = _available(ops)
+            # beside a fast memory experts are copied from where they are: page-locked memory, not a file
+            loaded = load_model(config.model, ops, progress, experts=pack is None, mapped=not config.fast_bytes)
+        log.info(log_line("weights", mapped=gib(loaded.mapped), of=gib(loaded.info.bytes), s=round(time.monotonic() - began, 3)))
+        available = _available(ops, loaded.mapped)
         fast = fast_memory(config)
         available -= fast.size if fast else 0
-        slots = slot_counts(pack, config.expert_bytes, available) if pack else []
-        slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pack.pools if pack else (), strict=True))
+        whole = pack is not None and in_place_wanted(config) and fits_in_place(pack, ops, available)
+        slots = slot_counts(pack, config.expert_bytes, available) if pack and not whole else []
+        pools = pack.pools if slots else ()
+        slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pools, strict=True))
+        slot_bytes += pack.expert_bytes if whole else 0
         if fast and available <= slot_bytes:
             raise BuildError(f"--fast-memory asks for {gib(fast.size)}, {gib(available + fast.size)} are available: lower it")
         plan = plan_cache(
@@ -108,7 +119,8 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         text = f"KV cache: {gib(plan.total_bytes)} cannot be allocated ({gib(available)} seemed available): lower --kv-memory"
         raise BuildError(text) from problem
     try:
-        experts = place_experts(Placing(config, loaded, ops, plan, pack, slots, progress), fast)
+        placing = Placing(config, loaded, ops, plan, pack, slots, progress)
+        experts, files = packed_in_place(placing) if whole else (place_experts(placing, fast), ())
     except (Impossible, OSError) as problem:
         raise BuildError(str(problem)) from problem
     except MemoryError as problem:
@@ -136,14 +148,16 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         grammars.warm()
     except GrammarError as problem:
         log.warning("requests with a grammar will be refused: %s", problem)
-    return Parts(lambda batch: decoder.forward(batch, cache), prefix, limits, model, grammars, experts, plan.wanted_context)
+    forward = watched(lambda batch: decoder.forward(batch, cache), (*loaded.files, *files))
+    mapped = loaded.mapped + (pack.expert_bytes if whole else 0)
+    return Parts(forward, prefix, limits, model, grammars, experts, plan.wanted_context, mapped)
 
 
-def _available(ops: Ops) -> int:
-    """Memory for caches where the kernels compute. Raises BuildError."""
+def _available(ops: Ops, mapped: int) -> int:
+    """Memory for caches where the kernels compute, beside `mapped` bytes of files. Raises BuildError."""
     if ops.device.type != "cpu":
         return torch.cuda.mem_get_info(ops.device)[0]
-    available = available_bytes()
+    available = available_bytes(mapped=mapped)
     if available is None:
         raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
     return max(0, available - _others(available))
@@ -216,6 +230,13 @@ def in_memory(what: Placing) -> ExpertParts | None:
         return None
     placed = place_loaded(what.loaded, what.ops, what.cache, host_shape(banks), forced=what.config.placement or None)
     return _expert_parts(InPlace(banks, what.ops), placed)
+
+
+def packed_in_place(what: Placing) -> tuple[ExpertParts, tuple[MappedFile, ...]]:
+    executor = MappedExperts(what.pack, what.ops)
+    shape = replace(host_shape(executor.banks), kind=what.pack.stored_as, packed=True)
+    placed = place_loaded(what.loaded, what.ops, what.cache, shape, forced=what.config.placement or None)
+    return _expert_parts(executor, placed), (executor.file,)
 
 
 def streamed(what: Placing) -> ExpertParts:
@@ -303,7 +324,8 @@ def choose_kernels(name: str, threads: int) -> Ops:
         try:
             ops = importlib.import_module("engine.kernels.cpu").CpuOps(threads)
             torch.set_num_threads(1)
-            log.info(log_line("kernels", isa=ops.isa, threads=ops.threads, bound=ops.bound))
+            nodes = {"memory_nodes": nodes} if (nodes := describe()) else {}
+            log.info(log_line("kernels", isa=ops.isa, threads=ops.threads, bound=ops.bound, **nodes))
             return ops
         except ImportError as problem:
             if name == "cpu":

@@ -73,7 +73,9 @@ def serve(
     experts_pack: Annotated[
         str, typer.Option(help="Directory made by `pack`: experts are read from it when needed. For models larger than memory.")
     ] = "",
-    expert_memory: Annotated[str, typer.Option(help="Memory for packed experts, e.g. 8G; 0 = half of what is free.")] = "0",
+    expert_memory: Annotated[
+        str, typer.Option(help="Memory for packed experts, e.g. 8G; 0 = all, or half of what is free.")
+    ] = "0",
     expert_policy: Annotated[
         str, typer.Option(help="Which packed experts leave memory first: lru, rate or s3fifo (see `experts sim`).")
     ] = "lru",
@@ -94,7 +96,7 @@ def serve(
     Example: moorage engine serve ~/models/Qwen3-30B-A3B --kv-memory 8G
     """
     from engine.config import dump_config, parse_config
-    from engine.server import run_server
+    from engine.launch import run_server
 
     check_model_path(model)
     config = EngineConfig(

@@ -24,8 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running: Count = 16  # sequences in one step; more wait in the queue
     max_queue: Count = 256  # requests waiting; the next one is refused with 429
     prefill_chunk: Count = 512  # prompt tokens a step computes: fills the kernels, stays cancellable
-    experts_pack: str = ""  # directory made by `pack`: routed experts stay in it and are read into slots; "" = all in memory
-    expert_bytes: Size = 0  # memory for slots of packed experts
+    experts_pack: str = ""  # directory made by `pack`: routed experts come from it; "" = from the checkpoint
+    expert_bytes: Size = 0  # memory for slots of packed experts that are read when needed
     expert_policy: Literal["lru", "rate", "s3fifo"] = "lru"  # which experts leave slots first
     placement: Literal["", "resident", "in_place", "offload", "hybrid", "host", "stream"] = ""  # of experts; "" = the fastest
     fast_bytes: Size = 0  # slots of an emulated fast memory of its own; 0 = none, experts are computed where they lie
@@ -36,6 +36,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_disk_daily_bytes: Size = 256 << 30  # writes a day: a tenth of what a 1 TB consumer SSD endures over five years
     kv_disk_ttl_s: Count = 30 * 86400  # since last use
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def in_place_wanted(config: EngineConfig) -> bool:
+    """Whether packed experts are computed on where they lie, if they fit."""
+    return not config.fast_bytes and not config.expert_bytes and config.placement in ("", "in_place")
 
 
 def parse_config(text: str | bytes) -> EngineConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from engine.experts.pressure import PAUSE_S, Governor, Memory, read_device, read_memory
 from engine.hostmem import total_bytes
@@ -41,22 +42,24 @@ class _Place:
 
 class Elastic:
     """`stores` share the memory of one machine, or lie `on_device`, whose free and all bytes `device` tells as
-    torch.cuda.mem_get_info does. What they had at first, or were told to have, is what they grow back to.
+    torch.cuda.mem_get_info does. `mapped` bytes of weights
+    seem available and are not. What they had at first, or were told to have, is what they grow back to.
     """
 
     def __init__(
         self,
         stores: Sequence[Store],
         total: int | None = None,
-        read: Callable[[], Memory] = read_memory,
+        read: Callable[[], Memory] | None = None,
         promise: Promise | None = None,
         device: Callable[[], tuple[int, int]] | None = None,
+        mapped: int = 0,
     ) -> None:
-        self._stores, self._promise = tuple(stores), promise
+        self._stores, self._promise, self._mapped = tuple(stores), promise, mapped
         self._wanted = {store.field: store.have for store in stores}
         there = [store for store in stores if store.on_device and device]
         here = [store for store in stores if store not in there]
-        self._host = _Place(here, total or total_bytes() or ENDLESS, read, promise)
+        self._host = _Place(here, total or total_bytes() or ENDLESS, read or partial(read_memory, mapped=mapped), promise)
         self._places = [self._host]
         if device and there:
             self._places.append(_Place(there, device()[1], lambda: read_device(device), None))
@@ -149,9 +152,9 @@ class Elastic:
         return LOOK_S
 
     def _keep_promise(self) -> None:
-        """Tell other engines what of all this was not taken yet."""
+        """Tell other engines what of all this was not taken yet, or seems not to be: mapped weights."""
         if self._promise:
-            self._promise.keep(sum(store.unused for store in self._host.stores))
+            self._promise.keep(sum(store.unused for store in self._host.stores) + self._mapped)
 
     def _follow(self, now: float, place: _Place) -> None:
         stores = [store for store in place.stores if not isinstance(store, PlaceStore)]  # requests are not interrupted

@@ -11,6 +11,7 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
+STATUS = Path("/proc/self/status")
 PRESSURE = Path("/proc/pressure/memory")
 
 HUGE_PAGE = 2 << 20  # of x86-64, and of aarch64 with pages of 4 KiB
@@ -73,16 +74,33 @@ def _madvise(start: int, length: int, advice: int) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """The memory limit of one control group: bytes allowed, bytes used that cannot be dropped."""
+    """The memory limit of one control group: bytes allowed, used, of these page cache, and of that what can be dropped."""
 
     most: int
-    used: int
+    held: int
+    cache: int
+    droppable: int
+
+    @property
+    def used(self) -> int:
+        return self.held - self.droppable
+
+    def room(self, mapped: int, resident: int) -> int:
+        """Of `mapped` bytes that must not be dropped, `resident` are there already and part of `cache`."""
+        others = min(self.droppable, max(0, self.cache - mapped)) if mapped else self.droppable
+        return self.most - self.held + others - max(0, mapped - resident)
 
 
-def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> int | None:
-    """The smaller of the machine's MemAvailable and the room left under each cgroup limit; None when neither can be read."""
-    found = [*_machine(meminfo, "MemAvailable"), *(limit.most - limit.used for limit in limits(cgroup, own))]
-    return min(found, default=None)
+def available_bytes(
+    meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN_GROUPS, mapped: int = 0, status: Path = STATUS
+) -> int | None:
+    """The smaller of the machine's MemAvailable and the room left under each cgroup limit; None when neither can be read.
+
+    Both count page cache as available. `mapped` bytes of it are files this process computes on: they are not.
+    """
+    resident = sum(_machine(status, "RssFile")) if mapped else 0
+    rooms = [limit.room(mapped, resident) for limit in limits(cgroup, own)]
+    return min([*(size - mapped for size in _machine(meminfo, "MemAvailable")), *rooms], default=None)
 
 
 def total_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN_GROUPS) -> int | None:
@@ -132,14 +150,15 @@ def _limit(group: Path, most: str, used: str, prefix: str) -> Limit | None:
     allowed, now = _read(group / most).strip(), _read(group / used).strip()
     if not allowed.isdigit() or not now.isdigit():  # "max" means no limit
         return None
-    return Limit(int(allowed), int(now) - _reclaimable(group / "memory.stat", prefix))
+    return Limit(int(allowed), int(now), *_cache(group / "memory.stat", prefix))
 
 
-def _reclaimable(stat: Path, prefix: str) -> int:
-    """Page cache the kernel drops before it refuses memory; counted as used by the cgroup. Of what was read more than once, half:
-    a checkpoint read twice goes as easily, but the pages of our own program would come back at once."""
+def _cache(stat: Path, prefix: str) -> tuple[int, int]:
+    """Page cache, counted as used by the cgroup, and what the kernel drops of it before it refuses memory. Of what was read more
+    than once, half: a checkpoint read twice goes as easily, but the pages of our own program would come back at once."""
     lines = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)
-    return int(lines.get(f"{prefix}inactive_file", 0)) + int(lines.get(f"{prefix}active_file", 0)) // 2
+    inactive, active = (int(lines.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return inactive + active, inactive + active // 2
 
 
 def _read(path: Path) -> str:

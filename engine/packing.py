@@ -20,6 +20,7 @@ from engine.models.spec import MoeSpec
 from engine.nn.experts import Bank
 from engine.plan import read_rate
 
+WHOLE = 0.8  # of available memory that a pack may take as a whole: it is the model's, the cache has the rest
 SHARE = 0.5  # of available memory for slots when the user names no amount: the cache and the system take from the rest
 
 
@@ -55,6 +56,11 @@ def open_pack(directory: Path, model: str | Path, ops: Ops) -> Pack:
         if widened or (quantized and types is not None and part.kind not in types):
             raise PackError(f"{directory} holds {part.kind} experts, which the {ops.name} kernels do not compute on: pack again")
     return Pack(directory, source_identity(model))
+
+
+def fits_in_place(pack: Pack, ops: Ops, available: int) -> bool:
+    """Whether all of a pack can be computed on where its file is mapped."""
+    return getattr(ops, "maps", False) and pack.expert_bytes <= available * WHOLE
 
 
 def slot_counts(pack: Pack, wanted: int, available: int) -> list[int]:

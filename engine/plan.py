@@ -244,8 +244,9 @@ def expert_kind(checkpoint: Checkpoint) -> str:
 
 def stored_bytes(weights: Iterable[Weight]) -> int:
     """Memory of loaded weights; parts of a joined matrix are views of it and count once."""
-    storages = ((w.data if isinstance(w, Quant) else w).untyped_storage() for w in weights)
-    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    tensors = [w.data if isinstance(w, Quant) else w for w in weights]
+    storages = ((t.untyped_storage(), t) for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() if t.is_contiguous() else t.nbytes for s, t in storages}.values())
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class Shape:
     kind: str
     slots: int = 0  # bytes of memory for experts that are in a file
     disk_rate: float = 0.0  # bytes per second of the file; 0 = not measured
+    packed: bool = False  # all in memory, but from a pack: not among the loaded weights
 
 
 def host_shape(banks: Sequence[Bank]) -> Shape:
@@ -337,7 +339,7 @@ def place_loaded(
     profile = usable_profile(default_profile(), this_machine(kernel_version(ops)), time.time())
     moe = next(layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
     load = Load(
-        dense=weights - (0 if shape.slots else shape.pool_bytes),
+        dense=weights - (0 if shape.slots or shape.packed else shape.pool_bytes),
         cache=cache.total_bytes,
         layers=shape.layers,
         experts=shape.experts,
@@ -346,7 +348,7 @@ def place_loaded(
         cache_read=round(min(CONTEXT, spec.max_positions) * page_bytes(spec, ops.kv_dtype) / PAGE),
         unread=0 if spec.tie_embeddings else stored_bytes([loaded.weights["embed"]]),
     )
-    have = weights + cache.total_bytes + shape.slots  # it is all there already
+    have = weights + cache.total_bytes + (shape.pool_bytes if shape.packed else shape.slots)  # it is all there already
     machine = hardware(profile, have, shape.kind)
     if shape.slots:
         machine = replace(machine, packed=True, disk_rate=shape.disk_rate)

@@ -105,6 +105,7 @@ def lines(plan: Plan) -> list[str]:
     """The plan for people."""
     from engine.experts.placement import would_fit
     from engine.memory import gib
+    from engine.numa import describe as describe_nodes
 
     load, cache = plan.load, plan.cache
     rows = [(kind, gib(size)) for kind, size in plan.kinds.items()]
@@ -115,6 +116,8 @@ def lines(plan: Plan) -> list[str]:
         rows.append(("on the device", f"{gib(plan.hardware.fast)} free"))
     if plan.promised:
         rows.append(("other engines", f"{gib(plan.promised)} are promised to those that run: not counted as available"))
+    if nodes := describe_nodes():
+        rows.append(("memory nodes", f"{nodes}: weights and conversations lie in turn on them"))
     used = "computes" if plan.on_device else "not used, these kernels compute on the processor"
     rows += [("accelerator", f"{device}: {used}") for device in plan.devices]
     out = [f"{name:26}{text}" for name, text in rows]

@@ -1,4 +1,4 @@
-"""Runs the HTTP server and the engine's supervisor in one event loop until a signal, or until the engine cannot run."""
+"""The HTTP server beside the engine's supervisor, in one event loop, until a signal, or until the engine cannot run."""
 
 from __future__ import annotations
 
@@ -24,26 +24,8 @@ log = logging.getLogger("moorage")
 CLOSE_S = 5  # for connections to take in their last bytes, once every answer is over
 
 
-def run_server(config: EngineConfig, name: str, sock: socket.socket) -> int:
+async def serve(supervisor: Supervisor, config: EngineConfig, name: str, sock: socket.socket) -> int:
     """Serve on `sock`. Returns the process's exit code: 0 after a signal, 1 when the engine cannot run."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname).1s api    %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        return runner.run(_serve(config, name, sock))
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
-
-
-async def _serve(config: EngineConfig, name: str, sock: socket.socket) -> int:
-    supervisor = Supervisor(config)
     app = create_app(supervisor, name, config.model)
     server = _Server(
         supervisor,

@@ -41,7 +41,7 @@ from engine.state import EngineState, Stream
 
 log = logging.getLogger(__name__)
 
-WORKER = (sys.executable, "-m", "engine.worker")
+WORKER = (sys.executable, "-m", "engine.process")
 RECEIVE = 1 << 18  # bytes a read asks for
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # waits before the 1st, 2nd, ... restart in a row
 STEADY_S = 60.0  # a process that was ready for this long starts the backoff afresh
@@ -50,6 +50,12 @@ STOP_S = 35.0  # time to end after SIGTERM; the prefix cache gives its disk writ
 HANG_S = 300.0  # a step lasts seconds; after this long without a word while work is there, it will not end
 SOON_S = 1.0  # a signal to the whole process group ends the worker before the API process has begun to stop
 EXIT_S = 1.0  # a process that crashed is gone this soon after its socket; then its end can be told in the error
+
+
+HINTS = {
+    signal.SIGKILL: " (often: out of memory)",
+    signal.SIGBUS: " (often: the model's file was cut short while it was mapped, or its disk failed)",
+}
 
 
 class EngineFailed(Exception):
@@ -80,7 +86,9 @@ class Supervisor:
     # --- life
 
     async def start(self) -> None:
-        """Start the engine process and return at once; it is ready when `state.ready` (see `wait_ready`)."""
+        """Start the engine process and return at once; it is ready when `state.ready` (see `wait_ready`). Once is enough."""
+        if self._task is not None:
+            return
         self._dir = Path(tempfile.mkdtemp(prefix="moorage-"))  # mkdtemp makes it 0700
         self._server = await asyncio.start_unix_server(self._connected, path=str(self._dir / "engine"))
         self._task = asyncio.create_task(self._run())
@@ -366,5 +374,4 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
-    hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}{HINTS.get(-code, '')}"

@@ -43,6 +43,7 @@ from engine.ipc import (
     ToWorker,
     frame,
 )
+from engine.mapped import FileChanged
 from engine.promises import Promise
 from engine.protocol import log_line
 from engine.runner import Runner
@@ -127,7 +128,7 @@ class Worker:
         self._scheduler = Scheduler(parts.prefix, parts.limits, clock, parts.grammars)
         self._runner = Runner(parts.forward)
         self._born = clock()
-        self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise, device=memory_info())
+        self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise, device=memory_info(), mapped=parts.mapped)
         self._context = parts.limits.max_context  # as the API process was told
         self._broken = 0
         self._prefilled, self._decoded = Rate(), Rate()
@@ -185,6 +186,10 @@ class Worker:
                 step, 507, "out_of_memory", "the engine ran out of memory in this step: lower --prefill-chunk or --max-running"
             )
             return
+        except FileChanged as problem:
+            log.critical("%s: the engine process ends to be started afresh", problem)
+            self._scheduler.fail(step, 502, "model_changed", str(problem))
+            raise _TooBroken from problem
         except Exception as problem:
             log.exception("a step of %d sequences failed", len(step))
             self._fail(

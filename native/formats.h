@@ -34,6 +34,13 @@ struct Matrix {
     int64_t rows, cols, stride; // stride: bytes from row to row
 };
 
+// Matrices of one shape: expert e lies at one.data + e * stride. Its lower half of rows (up, below gate) lies `half` bytes behind
+// the upper one, which is half of `rows` where they are one matrix and something else where a file keeps them apart.
+struct Experts {
+    Matrix one;
+    int64_t stride, half;
+};
+
 // f.operator()<FORMAT>() for the format that `format` names.
 template <int I = 0, class Body> void with_format(Format format, const Body& f) {
     if constexpr (I < (int)Format::COUNT) (int)format == I ? f.template operator()<(Format)I>() : with_format<I + 1>(format, f);

@@ -70,6 +70,6 @@ struct MoeHalf {
     int64_t shared;    // width of the shared expert, 0 = none
     bool shared_switch;
     Matrix shared_down;
-    Matrix up, down; // the experts where they lie; unused when they are computed elsewhere
+    Experts up, down; // where they lie; unused when they are computed elsewhere
     int act;
 };

@@ -37,9 +37,9 @@ void moe(Ops& ops, H out_, H x_, H ids_, H weights_, H up_, const std::string& u
     const Tensor weights = tensor(weights_, "weights", F32, {x.shape[0], ids.shape[1]});
     const Tensor out = tensor(out_, "out", F32, {x.shape[0], x.shape[1]});
     int64_t experts, same;
-    const Matrix up = matrix(up_, "gate_up", up_type, 3, x.shape[1], &experts);
-    const Matrix down = matrix(down_, "down", down_type, 3, up.rows / 2, &same);
-    if (up.rows % 2 || down.rows != x.shape[1] || same != experts) fail("gate_up and down do not belong together");
+    const Experts up = experts_of(up_, "gate_up", up_type, x.shape[1], experts);
+    const Experts down = experts_of(down_, "down", down_type, up.one.rows / 2, same);
+    if (up.one.rows % 2 || down.one.rows != x.shape[1] || same != experts) fail("gate_up and down do not belong together");
     const int32_t* place = nullptr;
     if (!place_.is_none()) {
         const Tensor t = tensor(place_, "place", I32, {-1});
@@ -198,6 +198,7 @@ NB_MODULE(_native, m) {
     m.attr("TYPES") = nb::tuple(types);
     m.attr("NUMERICS") = NUMERICS;
     m.attr("ABI") = ABI;
+    m.attr("MAPS") = true; // experts and halves of them may lie apart
     m.def("isas", [] {
         nb::list names;
         for (const IsaInfo& i : ISAS)

@@ -24,10 +24,15 @@ template <class Half> struct Bound {
         if (h.is_none()) fail(std::string(name) + ": expected a torch tensor");
         return vector(std::move(h), name, size);
     }
-    Matrix held(const Typed& w, const char* name, int dims, int64_t cols, int64_t* lead = nullptr) {
-        const Matrix m = matrix(w.first, name, w.second, dims, cols, lead);
+    Matrix held(const Typed& w, const char* name, int dims, int64_t cols) {
+        const Matrix m = matrix(w.first, name, w.second, dims, cols);
         kept.push_back(w.first);
         return m;
+    }
+    Experts experts(const Typed& w, const char* name, int64_t cols, int64_t& count) {
+        const Experts all = experts_of(w.first, name, w.second, cols, count);
+        kept.push_back(w.first);
+        return all;
     }
     void norm(nb::object weight, float eps) {
         const int64_t width = tensor(weight, "norm", F32, {-1}).shape[0];
@@ -170,13 +175,13 @@ Moe* moe_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>& pa
 
 void moe_bank(Moe& b, const Typed& up, const Typed& down) {
     int64_t experts, same;
-    const Matrix u = b.held(up, "gate_up", 3, b.half.norm.width, &experts), d = b.held(down, "down", 3, u.rows / 2, &same);
-    if (u.rows % 2 || d.rows != b.half.norm.width || same != experts || experts != b.half.experts) fail("gate_up and down do not belong together");
+    const Experts u = b.experts(up, "gate_up", b.half.norm.width, experts), d = b.experts(down, "down", u.one.rows / 2, same);
+    if (u.one.rows % 2 || d.one.rows != b.half.norm.width || same != experts || experts != b.half.experts) fail("gate_up and down do not belong together");
     b.half.up = u, b.half.down = d;
 }
 
 void run_moe(const Moe& b, H x_, H added_) {
-    if (!b.half.up.data) fail("no bank: where the experts lie is not known");
+    if (!b.half.up.one.data) fail("no bank: where the experts lie is not known");
     const Stream s = b.stream(x_, added_);
     if (!s.n) return;
     release r;

@@ -80,8 +80,9 @@ struct Groups {
 } // namespace
 
 void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
-              const Matrix& up, const Matrix& down, int act, float* out) {
+              const Experts& ups, const Experts& downs, int act, float* out) {
     auto held = pool_.hold();
+    const Matrix &up = ups.one, &down = downs.one;
     Groups groups(ids, weights, n, k, experts);
     for (auto& e : groups.expert) e = place ? place[e] : e; // the order of the sums is settled: from here only where they lie counts
     const int64_t count = groups.count(), inter = down.cols;
@@ -97,7 +98,7 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
     uint8_t* panel = (uint8_t*)pool_.shared(PANEL, up_bytes);
     float* hidden = (float*)pool_.shared(HIDDEN, (groups.token.size() * inter + 16) * sizeof(float));
     uint8_t* hidden_panel = (uint8_t*)pool_.shared(HIDDEN_PANEL, down_bytes);
-    const MoeJob job{up,   down,  act,          count,  groups.expert.data(), groups.offset.data(), groups.token.data(), groups.weight.data(),
+    const MoeJob job{ups,  downs, act,          count,  groups.expert.data(), groups.offset.data(), groups.token.data(), groups.weight.data(),
                      panel, up_at.data(), hidden, hidden_panel,         down_at.data(),       out};
     const size_t scratch = kernels_.moe_scratch(job);
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
@@ -122,7 +123,7 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
         const int64_t g = task / up_tasks, count = std::min<int64_t>(WEIGHT_ROWS, inter - r);
         const uint8_t* next = nullptr;
         if (r + count < inter || g + 1 < groups.count())
-            next = up.data + (r + count < inter ? groups.expert[g] * up.rows + r + count : groups.expert[g + 1] * up.rows) * up.stride;
+            next = up.data + (r + count < inter ? groups.expert[g] * ups.stride + (r + count) * up.stride : groups.expert[g + 1] * ups.stride);
         kernels_.moe_up(job, g, r, (int)count, next, pool_.local(thread, 0, scratch));
     });
     pool_.run(blocks, [&](int64_t i, int) {
@@ -132,7 +133,7 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
     pool_.run(ceil_div(down.rows, WEIGHT_ROWS), [&](int64_t task, int thread) {
         const int64_t r = task * WEIGHT_ROWS;
         const int64_t count = std::min<int64_t>(WEIGHT_ROWS, down.rows - r);
-        const uint8_t* next = r + count < down.rows ? down.data + (groups.expert[0] * down.rows + r + count) * down.stride : nullptr;
+        const uint8_t* next = r + count < down.rows ? down.data + groups.expert[0] * downs.stride + (r + count) * down.stride : nullptr;
         kernels_.moe_down(job, r, (int)count, n, next, pool_.local(thread, 0, scratch));
     });
 }

@@ -26,7 +26,7 @@ public:
     void linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld = 0);
     // up [B, 2I, H], down [B, H, I]: shapes of one expert; expert e lies at place[e] of these banks (null: at e)
     void moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
-             const Matrix& up, const Matrix& down, int act, float* out);
+             const Experts& up, const Experts& down, int act, float* out);
     // parts [n, k, width] of a token's experts -> their weighted sum, bit for bit what `moe` makes of them
     void moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out);
     // v null: values are part of the keys, see AttentionJob

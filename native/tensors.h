@@ -43,10 +43,11 @@ inline std::string shape_text(const Tensor& t) {
     return s + "]";
 }
 
-inline Tensor any_tensor(nb::handle h, const char* name) {
+// `apart`: null, or where its strides go if it may be a part of something larger.
+inline Tensor any_tensor(nb::handle h, const char* name, int64_t* apart = nullptr) {
     static PyObject *const n_dtype = PyUnicode_InternFromString("dtype"), *const n_shape = PyUnicode_InternFromString("shape"),
                      *const n_cpu = PyUnicode_InternFromString("is_cpu"), *const n_ptr = PyUnicode_InternFromString("data_ptr"),
-                     *const n_cont = PyUnicode_InternFromString("is_contiguous");
+                     *const n_cont = PyUnicode_InternFromString("is_contiguous"), *const n_stride = PyUnicode_InternFromString("stride");
     auto get = [&](PyObject* attr) {
         nb::object o = nb::steal(PyObject_GetAttr(h.ptr(), attr));
         if (!o.is_valid()) {
@@ -69,7 +70,11 @@ inline Tensor any_tensor(nb::handle h, const char* name) {
     if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > 5) fail(std::string(name) + ": more than 5 dimensions");
     t.dims = (int)PyTuple_GET_SIZE(shape.ptr());
     for (int i = 0; i < t.dims; i++) t.shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), i));
-    if (call(n_cont).ptr() != Py_True) fail(std::string(name) + ": tensor is not contiguous");
+    if (apart) {
+        const nb::object strides = call(n_stride);
+        for (int i = 0; i < t.dims; i++) apart[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), i));
+    } else if (call(n_cont).ptr() != Py_True)
+        fail(std::string(name) + ": tensor is not contiguous");
     t.data = (uint8_t*)PyLong_AsVoidPtr(call(n_ptr).ptr());
     if (!t.data && t.size()) fail(std::string(name) + ": tensor has no memory");
     return t;
@@ -97,10 +102,7 @@ inline Format format_of(const std::string& name) {
     fail("weight type " + name + " has no kernel");
 }
 
-// A weight [..., rows, cols]: a float tensor when `type` is empty, else uint8 blocks [..., rows, row_bytes] of a ggml type.
-inline Matrix matrix(nb::handle h, const char* name, const std::string& type, int dims, int64_t cols, int64_t* lead = nullptr) {
-    const Tensor t = any_tensor(h, name);
-    if (t.dims != dims) fail(std::string(name) + ": expected " + std::to_string(dims) + " dimensions, got " + shape_text(t));
+inline Matrix matrix_of(const Tensor& t, const char* name, const std::string& type, int64_t cols) {
     Matrix m{};
     if (type.empty()) {
         if (t.dtype > BF16) fail(std::string(name) + ": " + DTYPES[t.dtype].name + " weights need a block type");
@@ -109,14 +111,38 @@ inline Matrix matrix(nb::handle h, const char* name, const std::string& type, in
         m.format = format_of(type);
         if (t.dtype != U8) fail(std::string(name) + ": blocks of " + type + " must be uint8");
     }
-    m.data = t.data, m.rows = t.shape[dims - 2], m.cols = cols;
+    m.data = t.data, m.rows = t.shape[t.dims - 2], m.cols = cols;
     if (cols <= 0 || cols % info(m.format).elements)
         fail(std::string(name) + ": " + std::to_string(cols) + " columns are no multiple of a " + info(m.format).name + " block");
     m.stride = row_bytes(m.format, cols);
-    if (t.shape[dims - 1] * DTYPES[t.dtype].size != m.stride)
+    if (t.shape[t.dims - 1] * DTYPES[t.dtype].size != m.stride)
         fail(std::string(name) + ": rows of " + shape_text(t) + " do not hold " + std::to_string(cols) + " columns");
-    if (lead) *lead = t.shape[0];
     return m;
+}
+
+// A weight [..., rows, cols]: a float tensor when `type` is empty, else uint8 blocks [..., rows, row_bytes] of a ggml type.
+inline Matrix matrix(nb::handle h, const char* name, const std::string& type, int dims, int64_t cols, int64_t* lead = nullptr) {
+    const Tensor t = any_tensor(h, name);
+    if (t.dims != dims) fail(std::string(name) + ": expected " + std::to_string(dims) + " dimensions, got " + shape_text(t));
+    if (lead) *lead = t.shape[0];
+    return matrix_of(t, name, type, cols);
+}
+
+// Weights [experts, rows, cols], or gate_up as [experts, 2, rows / 2, cols]. Experts and halves may lie apart, as in a mapped file.
+inline Experts experts_of(nb::handle h, const char* name, const std::string& type, int64_t cols, int64_t& count) {
+    int64_t strides[5];
+    const Tensor t = any_tensor(h, name, strides);
+    const bool halves = t.dims == 4 && t.shape[1] == 2;
+    if (t.dims != 3 && !halves) fail(std::string(name) + ": expected 3 dimensions, got " + shape_text(t));
+    Experts all{};
+    all.one = matrix_of(t, name, type, cols);
+    const int64_t size = DTYPES[t.dtype].size, half = halves ? all.one.rows * all.one.stride : all.one.rows / 2 * all.one.stride;
+    count = t.shape[0], all.stride = strides[0] * size, all.half = halves ? strides[1] * size : half;
+    if (halves) all.one.rows *= 2;
+    const bool rows = strides[t.dims - 1] == 1 && (t.shape[t.dims - 2] < 2 || strides[t.dims - 2] == t.shape[t.dims - 1]);
+    const bool whole = count < 2 || all.stride >= (halves ? half : all.one.rows * all.one.stride);
+    if (t.size() && (!rows || !whole || all.half < half)) fail(std::string(name) + ": the rows of an expert are not contiguous");
+    return all;
 }
 
 inline int act_of(const std::string& act) {

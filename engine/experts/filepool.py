@@ -71,6 +71,9 @@ class Pack:
         if got != want:
             raise OSError(f"{self.path}: read {got} of {want} bytes at {begin}")
 
+    def verified(self, layer: int, expert: int) -> bool:
+        return bool(self._verified[layer * self.experts + expert])
+
     def check(self, layer: int, expert: int, parts: Sequence[memoryview]) -> None:
         """Raises OSError if these are not the bytes that were written; looks at each expert once."""
         key = layer * self.experts + expert
@@ -81,9 +84,6 @@ class Pack:
             if seen.intdigest() != self.index.checksums[key]:
                 raise OSError(f"{self.path}: expert {expert} of layer {layer} is damaged; pack the model again")
             self._verified[key] = True
-
-    def verified(self, layer: int, expert: int) -> bool:
-        return bool(self._verified[layer * self.experts + expert])
 
     def buffer(self, size: int) -> memoryview:
         """Page-aligned memory of this thread, overwritten by its next read; for a piece at most."""

@@ -12,6 +12,7 @@ import torch
 from engine.hostmem import give_back, lazy, prefer_huge_pages
 from engine.kernels.ops import Quant, Weight
 from engine.nn.experts import Bank
+from engine.numa import interleave
 
 Stage = Callable[[int], torch.Tensor]  # bytes -> page-locked memory for so many
 Piece = tuple[int, int, torch.Tensor]  # of gate_up (0) or down (1), from this byte on: these bytes
@@ -116,6 +117,7 @@ class Room:
         size = self.most * shape.numel() * dtype.itemsize
         data = torch.frombuffer(lazy(size), dtype=torch.uint8)[:size]
         prefer_huge_pages(data.data_ptr(), size)
+        interleave(data.data_ptr(), size)
         data = data.view(dtype).view(self.most, *shape)
         return Quant(data, weight.type, weight.cols) if isinstance(weight, Quant) else data
 

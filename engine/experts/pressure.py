@@ -53,9 +53,9 @@ class Governor:
         return memory.available < self._short or memory.stalled >= STALLED
 
 
-def read_memory(pressure: Path | None = None, available: Callable[[], int | None] = available_bytes) -> Memory:
-    """What the kernel says now; what cannot be read counts as no shortage."""
-    free = available()
+def read_memory(pressure: Path | None = None, available: Callable[..., int | None] = available_bytes, mapped: int = 0) -> Memory:
+    """What the kernel says now; what cannot be read counts as no shortage. `mapped` bytes of files are computed on."""
+    free = available(mapped=mapped) if mapped else available()
     return Memory(free if free is not None else 1 << 62, _stalled(pressure or pressure_file()))
 
 

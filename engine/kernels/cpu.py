@@ -13,6 +13,7 @@ from engine.cores import own_cores, physical_cores
 from engine.kernels.cpu_joined import CpuJoined, floats, stored
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
 from engine.models.spec import DeltaNetSpec, MoeSpec
+from engine.numa import spread
 
 ABI = 6  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
@@ -35,10 +36,11 @@ class CpuOps:
     kv_dtype = torch.bfloat16
     quant_types = frozenset(_native.TYPES)
     weight_bytes = None
+    maps = getattr(_native, "MAPS", False)  # a module built before it knew how copies everything
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
         threads = threads or len(physical_cores())
-        cores = own_cores()
+        cores = spread(own_cores(), threads)
         self.bound = len(cores) == threads  # to its cores, every thread but the caller's
         self._ops = _native.Ops(threads, isa, cores if self.bound else [])
 

@@ -154,6 +154,7 @@ class Ops(Protocol):
     kv_dtype: torch.dtype  # the dtype this implementation wants its KV pages in
     quant_types: frozenset[str] | None  # block types it computes on, None = all; others reach it as float32 matrices
     weight_bytes: int | None  # of one element after `prepare`, None = as stored
+    maps: bool  # computes on weights as they lie in a mapped file: experts apart, gate_up as [B, 2, I, H] with its halves apart
 
     def prepare(self, weight: Weight) -> Weight:
         """Convert a weight once at load into the layout this implementation likes (may return it unchanged)."""

@@ -46,6 +46,7 @@ class ReferenceOps:
     kv_dtype = torch.float32
     quant_types = None
     weight_bytes = 4
+    maps = False
 
     def prepare(self, weight: Weight) -> torch.Tensor:
         return dequantize(weight) if isinstance(weight, Quant) else weight.to(torch.float32).contiguous()

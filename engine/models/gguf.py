@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.kernels.ops import Quant, Weight
+from engine.mapped import MappedFile, map_file
 from engine.models import gguf_latent
 from engine.models.config import Config
 from engine.models.errors import ModelError, unreadable
@@ -127,18 +127,25 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._reader = _open(path)
-        name = _text(self._reader, "general.architecture", path)
+        reader = _open(path)
+        name = _text(reader, "general.architecture", path)
         if name not in ARCHITECTURES:
             raise ModelError(f"{path}: architecture '{name}' is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
-        self._arch = MIXTRAL if name == "llama" and "llama.expert_count" in self._reader.fields else ARCHITECTURES[name]
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._arch = MIXTRAL if name == "llama" and "llama.expert_count" in reader.fields else ARCHITECTURES[name]
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._check_extent()
-        self._config = Config(_config(self._reader, name, self._arch, self._tensors, path), str(path))
+        self._config = Config(_config(reader, name, self._arch, self._tensors, path), str(path))
         self.spec = self._spec()
         self.skipped: list[str] = []
         self.pieces = self._place()
         self._check_types()
+        # the library's own mapping goes with its views of it: address space may be limited
+        self._tensors = {name: tensor._replace(data=None, field=None) for name, tensor in self._tensors.items()}
+        del reader
+        try:
+            self._file = map_file(path)
+        except (OSError, ValueError) as error:
+            raise unreadable(path, error) from error
 
     def shape(self, source: str) -> tuple[int, ...]:
         return tuple(int(n) for n in reversed(self._tensors[source].shape))  # GGUF counts dimensions from the inside
@@ -150,19 +157,48 @@ class GgufCheckpoint:
     def nbytes(self, source: str) -> int:
         return int(self._tensors[source].n_bytes)
 
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        return (self._file,)
+
     def read(self, piece: Piece) -> Weight:
-        """The tensor as stored: a view of the mapped file, valid until `release`."""
+        """The tensor as stored: a view of the mapped file."""
         tensor, shape = self._tensors[piece.source], self.shape(piece.source)
-        name = tensor.tensor_type.name
-        raw = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.uint8))
+        name, raw = tensor.tensor_type.name, self._bytes(tensor.data_offset, int(tensor.n_bytes))
         if name in PLAIN:
-            weight = raw.reshape(-1).view(PLAIN[name]).view(shape)
+            weight = raw.view(PLAIN[name]).view(shape)
             return weight.neg().log() if piece.name.endswith(".a_log") else weight  # stored as -exp(a_log)
         return Quant(raw.view(*shape[:-1], -1), name, shape[-1])
 
-    def release(self) -> None:
-        """Let go of pages that were read, so that weights copied out of the file are not resident twice."""
-        self._reader.data._mmap.madvise(mmap.MADV_DONTNEED)
+    def whole(self, pieces: list[Piece]) -> Weight | None:
+        """A canonical tensor where it lies in the mapped file, or gate and up of all experts as [E, 2, I, H] with the halves
+        apart; None for one that has to be put together.
+        """
+        if any(p.rows is not None or p.turned or p.expert is not None or p.name.endswith(".a_log") for p in pieces):
+            return None
+        for tensor in (self._tensors[p.source] for p in pieces):
+            self._file.need(int(tensor.data_offset), int(tensor.data_offset + tensor.n_bytes))
+        if len(pieces) == 1:
+            return self.read(pieces[0])
+        gate, up = (self._tensors[p.source] for p in sorted(pieces, key=lambda p: p.part))
+        apart, each = int(up.data_offset - gate.data_offset), int(gate.n_bytes)
+        if apart < each or up.tensor_type != gate.tensor_type:
+            return None
+        experts, rows, cols = self.shape(pieces[0].source)
+        name, raw = gate.tensor_type.name, self._bytes(gate.data_offset, apart + each)
+        raw = raw.view(PLAIN[name]) if name in PLAIN else raw
+        size, width = raw.element_size(), each // raw.element_size() // experts // rows
+        both = raw.as_strided((experts, 2, rows, width), (rows * width, apart // size, width, 1))
+        return both if name in PLAIN else Quant(both, name, cols)
+
+    def let_go(self, pieces: list[Piece]) -> None:
+        """These were copied out of the file and shall not be resident twice."""
+        for piece in pieces:
+            tensor = self._tensors[piece.source]
+            self._file.let_go(int(tensor.data_offset), int(tensor.data_offset) + int(tensor.n_bytes))
+
+    def _bytes(self, begin: int, size: int) -> torch.Tensor:
+        return torch.frombuffer(self._file.memory, dtype=torch.uint8, count=size, offset=int(begin))
 
     def _spec(self) -> ModelSpec:
         # converters add the 1 of (1 + w) norms to the stored weight
@@ -221,7 +257,7 @@ class GgufCheckpoint:
 
     def _check_extent(self) -> None:
         size = self._path.stat().st_size
-        for tensor in self._reader.tensors:
+        for tensor in self._tensors.values():
             if tensor.data_offset + tensor.n_bytes > size:
                 raise unreadable(self._path, f"tensor '{tensor.name}' ends beyond the end of the file")
 

@@ -15,18 +15,20 @@ import torch
 from engine.hostmem import available_bytes, prefer_huge_pages
 from engine.kernels.ops import Ops, Quant, Weight
 from engine.kernels.reference import dequantize
+from engine.mapped import MappedFile
 from engine.models.errors import ModelError
 from engine.models.gguf import GgufCheckpoint
 from engine.models.names import Piece, joined, shapes
 from engine.models.safetensors import SafetensorsCheckpoint
 from engine.models.spec import ModelSpec
+from engine.numa import interleave
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[float, str], None]  # fraction 0..1, stage
 ROUTED = (".moe.gate_up", ".moe.down")  # ends of the canonical names of routed experts
 WORKSPACE = 256 << 20  # bytes kept free beside the weights: interpreter, torch, activations of one step
-MAPPED_BYTES = 256 << 20  # of the file, read and resident beside their copy, before they are let go of
+MAPPED_BYTES = 32 << 20  # of the file, read and resident beside their copy, before they are let go of
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class LoadedModel:
     spec: ModelSpec
     weights: dict[str, Weight]  # canonical name -> what `ops.prepare` returned; vectors are float32
     info: ModelInfo
+    files: tuple[MappedFile, ...] = ()  # that some of the weights lie in; they must stay as they are
+    mapped: int = 0  # bytes of those weights: the system counts their memory as available
 
 
 class Checkpoint(Protocol):
@@ -60,8 +64,11 @@ class Checkpoint(Protocol):
     def shape(self, source: str) -> tuple[int, ...]: ...
     def kind(self, source: str) -> torch.dtype | str: ...
     def nbytes(self, source: str) -> int: ...
+    @property
+    def files(self) -> tuple[MappedFile, ...]: ...
     def read(self, piece: Piece) -> Weight: ...
-    def release(self) -> None: ...
+    def whole(self, pieces: list[Piece]) -> Weight | None: ...
+    def let_go(self, pieces: list[Piece]) -> None: ...
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -97,15 +104,20 @@ def read_weight(checkpoint: Checkpoint, name: str, ops: Ops) -> Weight:
     """One canonical tensor of an `open_complete` checkpoint, as `load_model` would hold it."""
     pieces = [piece for piece in checkpoint.pieces if piece.name == name]
     weight = _assemble(checkpoint, [pieces], [shapes(checkpoint.spec)[name]])
-    checkpoint.release()
     return ops.prepare(_computable(weight, ops))
 
 
 def load_model(
-    path: str | Path, ops: Ops, progress: Progress = lambda fraction, stage: None, *, experts: bool = True
+    path: str | Path,
+    ops: Ops,
+    progress: Progress = lambda fraction, stage: None,
+    *,
+    experts: bool = True,
+    mapped: bool = False,
 ) -> LoadedModel:
-    """Load all weights into memory, or all but the routed experts. Peak memory is the weights plus one layer.
+    """Load all weights into memory, or all but the routed experts. Peak memory is the weights plus MAPPED_BYTES.
 
+    `mapped`: what lies in the file as `ops` computes on it stays there, the banks of experts first of all.
     Raises ModelError, one line for the user.
     """
     progress(0.0, "reading the checkpoint's header")
@@ -114,41 +126,53 @@ def load_model(
     if not experts:
         checkpoint.pieces = [piece for piece in everything if not piece.name.endswith(ROUTED)]
     _check_memory(_required(checkpoint, ops), path, _packed(checkpoint, ops))
-    weights = _read_all(checkpoint, ops, progress)
+    weights = _read_all(checkpoint, ops, progress, mapped and getattr(ops, "maps", False))
     checkpoint.pieces = everything
     if checkpoint.skipped:
         examples = ", ".join(checkpoint.skipped[:3])
         log.warning("left out %d tensors that text generation does not use, such as %s", len(checkpoint.skipped), examples)
-    return LoadedModel(checkpoint.spec, weights.prepared, _info(checkpoint, path, weights.digest))
+    files = checkpoint.files if weights.mapped else ()
+    return LoadedModel(checkpoint.spec, weights.prepared, _info(checkpoint, path, weights.digest), files, weights.mapped)
 
 
 @dataclass(frozen=True)
 class _Read:
     prepared: dict[str, Weight]
     digest: str
+    mapped: int
 
 
-def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress) -> _Read:
+def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool) -> _Read:
     by_name: dict[str, list[Piece]] = {}
     for piece in checkpoint.pieces:
         by_name.setdefault(piece.name, []).append(piece)
-    total, done, layer = sum(checkpoint.nbytes(p.source) for p in checkpoint.pieces), 0, ""
+    total, done, there = sum(checkpoint.nbytes(p.source) for p in checkpoint.pieces), 0, 0
     prepared, digest = {}, hashlib.sha256(repr(checkpoint.spec).encode())
     wanted = {name: shape for name, shape in shapes(checkpoint.spec).items() if name in by_name}
     for name, parts in joined(wanted, lambda part: checkpoint.kind(by_name[part][0].source)):
-        if name.partition(".")[0] != layer:
-            checkpoint.release()
-            layer = name.partition(".")[0]
-        weight = _assemble(checkpoint, [by_name[part] for part in parts], [wanted[part] for part in parts])
-        _add_to_digest(digest, name, weight)
         vector = len(wanted[parts[0]]) == 1 or name.endswith(".conv")
-        prepared[name] = ops.prepare(weight.float() if vector else _computable(weight, ops))
+        lying = _lying(checkpoint, by_name[name], wanted[name], ops) if mapped and not vector and len(parts) == 1 else None
+        weight = lying
+        if lying is None:
+            weight = _assemble(checkpoint, [by_name[part] for part in parts], [wanted[part] for part in parts])
+        _add_to_digest(digest, name, weight)
+        if lying is not None:
+            prepared[name] = lying
+            there += sum(checkpoint.nbytes(p.source) for p in by_name[name])
+        else:
+            prepared[name] = ops.prepare(weight.float() if vector else _computable(weight, ops))
         if len(parts) > 1:
             prepared |= _rows_of(prepared[name], parts, [wanted[part][0] for part in parts])
         done += sum(checkpoint.nbytes(p.source) for part in parts for p in by_name[part])
         progress(done / total, "loading weights")
-    checkpoint.release()
-    return _Read(prepared, digest.hexdigest())
+    return _Read(prepared, digest.hexdigest(), there)
+
+
+def _lying(checkpoint: Checkpoint, pieces: list[Piece], shape: tuple[int, ...], ops: Ops) -> Weight | None:
+    """A tensor that `ops` computes on where it lies in the file; None for one that must be copied."""
+    weight = None if _widens(checkpoint.kind(pieces[0].source), ops) else checkpoint.whole(pieces)
+    halves = (shape[0], 2, shape[1] // 2, *shape[2:])  # gate and up apart
+    return weight if weight is not None and tuple(weight.shape) in (shape, halves) else None
 
 
 def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tuple[int, ...]]) -> Weight:
@@ -161,14 +185,16 @@ def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tupl
     if out is None:
         out = torch.empty(sum(rows), *shape[0][1:], dtype=first.dtype)
     prefer_huge_pages(out.data_ptr(), out.nbytes)
-    read = 0
+    interleave(out.data_ptr(), out.nbytes)
+    read, size = [], 0
     for pieces, target in zip(parts, out.split(rows), strict=True):
         for piece in pieces:
             _copy(_read(checkpoint, piece), piece, target)
-            read += checkpoint.nbytes(piece.source)
-            if read > MAPPED_BYTES:
-                checkpoint.release()
-                read = 0
+            read, size = [*read, piece], size + checkpoint.nbytes(piece.source)
+            if size > MAPPED_BYTES:
+                checkpoint.let_go(read)
+                read, size = [], 0
+    checkpoint.let_go(read)
     return Quant(out, first.type, first.cols) if quantized else out
 
 
@@ -322,9 +348,18 @@ def _add_to_digest(digest, name: str, weight: Weight) -> None:
     """Ends of the tensor only: enough to tell trainings apart, cheap on a hundred gigabytes."""
     data = weight.data if isinstance(weight, Quant) else weight
     kind = weight.type if isinstance(weight, Quant) else str(weight.dtype)
-    raw = data.reshape(-1).view(torch.uint8)
-    digest.update(f"{name} {kind} {tuple(data.shape)}".encode())
-    digest.update(raw[:4096].numpy().tobytes() + raw[-4096:].numpy().tobytes())
+    shape = tuple(data.shape)
+    if data.dim() == 4:  # gate and up apart
+        shape = (shape[0], 2 * shape[2], shape[3])
+    digest.update(f"{name} {kind} {shape}".encode())
+    digest.update(_ends(data, 4096))
+
+
+def _ends(data: torch.Tensor, size: int) -> bytes:
+    """The first and the last `size` bytes of its elements in order, without a copy of all of them."""
+    few = min(len(data), -(-size // max(1, data[:1].nbytes))) if len(data) else 0
+    first, last = (part.reshape(-1).view(torch.uint8) for part in (data[:few], data[len(data) - few :]))
+    return first[:size].numpy().tobytes() + last[-size:].numpy().tobytes()
 
 
 def _info(checkpoint: Checkpoint, path: str | Path, identity: str) -> ModelInfo:

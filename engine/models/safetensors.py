@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.kernels.ops import Weight
+from engine.mapped import MappedFile, map_file
 from engine.models import scaled
 from engine.models.config import Config
 from engine.models.errors import ModelError, unreadable
@@ -21,6 +23,12 @@ from engine.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STORED = DTYPES | {  # numbers and scales of quantized matrices too
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+}
 _LAYER = re.compile(r"layers\.(\d+)\.")
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # longest first
 
@@ -36,12 +44,12 @@ class SafetensorsCheckpoint:
         self._family = family_of(self._config.model_type, self._config.source)
         self.spec: ModelSpec = model_spec(self._config, directory)
         self._files: dict[str, str] = {}  # tensor -> shard
+        self._where: dict[str, _Where] = {}
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._scaled: dict[str, Scaled] = {}
         self._skipped: list[str] = []
         self.pieces = self._scan()
-        self._open: dict[str, safe_open] = {}
-        self._stack = ExitStack()
+        self._open: dict[str, MappedFile] = {}
 
     @property
     def skipped(self) -> list[str]:
@@ -61,30 +69,47 @@ class SafetensorsCheckpoint:
         return torch.Size(shape).numel() * dtype.itemsize
 
     def read(self, piece: Piece) -> Weight:
-        """A view of the mapped file, valid until `release`; a matrix with separate scales as blocks of its own."""
+        """A view of the mapped file; a matrix with separate scales as blocks of its own."""
         if piece.source in self._scaled:
             return self._scaled[piece.source].read(self._tensor)
         return self._tensor(piece.source)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        shard = self._files[name]
+        shard, where = self._files[name], self._where[name]
         try:
             if shard not in self._open:
-                self._open[shard] = self._stack.enter_context(safe_open(self._directory / shard, framework="pt"))
-            return self._open[shard].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+                self._open[shard] = map_file(self._directory / shard)
+            if where.dtype not in STORED:
+                raise OSError(f"tensor '{name}' is stored as {where.dtype}")
+            raw = torch.frombuffer(self._open[shard].memory, dtype=torch.uint8, count=where.end - where.begin, offset=where.begin)
+            return raw.view(STORED[where.dtype]).view(where.shape)
+        except (OSError, ValueError) as error:
             raise unreadable(self._directory / shard, error) from error
 
-    def release(self) -> None:
-        """Unmap what was read, so that weights copied out of the files are not resident twice."""
-        self._open.clear()
-        self._stack.close()
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        return tuple(self._open.values())
+
+    def whole(self, pieces: list[Piece]) -> Weight | None:
+        """A canonical tensor where it lies in the mapped file; None for one that has to be put together."""
+        first = pieces[0]
+        if len(pieces) > 1 or first.rows is not None or first.turned or first.expert is not None or first.source in self._scaled:
+            return None
+        return self._tensor(first.source)
+
+    def let_go(self, pieces: list[Piece]) -> None:
+        """These were copied out of the files and shall not be resident twice."""
+        for piece in pieces:
+            scaled_matrix = self._scaled.get(piece.source)
+            for name in scaled_matrix.sources if scaled_matrix else (piece.source,):
+                where = self._where[name]
+                self._open[self._files[name]].let_go(where.begin, where.end)
 
     def _scan(self) -> list[Piece]:
         headers = {}
         for shard in _shards(self._directory):
-            for name, shape, kind in _tensors(self._directory / shard):
-                self._files[name], headers[name] = shard, (shape, kind)
+            for name, where in _tensors(self._directory / shard).items():
+                self._files[name], self._where[name], headers[name] = shard, where, (where.shape, where.dtype)
         try:
             self._scaled = scaled.find(headers)
         except ModelError as error:
@@ -196,11 +221,27 @@ def _shards(directory: Path) -> list[str]:
     raise ModelError(f"{directory} has a config.json but no safetensors files; download the weights")
 
 
-def _tensors(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype name) of every tensor. Opening verifies that the header fits and covers the file exactly."""
+@dataclass(frozen=True)
+class _Where:
+    """A tensor's place in its file, in bytes."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _tensors(path: Path) -> dict[str, _Where]:
+    """Every tensor of a file. Opening it with the library verifies that the header fits and covers the file exactly."""
     try:
-        with safe_open(path, framework="pt") as shard:
-            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (safe_open is no mapping)
-            return [(name, tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()]
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise unreadable(path, error) from error
+    header.pop("__metadata__", None)
+    base = 8 + size
+    return {
+        name: _Where(base + entry["data_offsets"][0], base + entry["data_offsets"][1], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+    }

@@ -10,6 +10,7 @@ import torch
 from engine.hostmem import lazy
 from engine.kernels.ops import KVLayer, Segments, StateLayer
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
+from engine.numa import interleave
 
 HOST = torch.device("cpu")
 PAGE = 64  # tokens a KV page holds: small enough that a copied tail is cheap, large enough that tables stay short
@@ -69,4 +70,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(lazy(size), dtype=torch.uint8)[:size].view(dtype).view(shape)
+    data = torch.frombuffer(lazy(size), dtype=torch.uint8)[:size]
+    interleave(data.data_ptr(), size)
+    return data.view(dtype).view(shape)

@@ -25,7 +25,7 @@ struct LinearJob {
 
 // Rows of x sorted by expert. Group g: panel rows offset[g]..offset[g+1].
 struct MoeJob {
-    Matrix up, down; // one expert's shape; expert e starts at data + e * rows * stride
+    Experts up, down;
     int act;
     int64_t groups;
     const int32_t* expert;  // [groups]

@@ -30,27 +30,30 @@ void linear(const LinearJob& j, int64_t at, int64_t tokens, int64_t row0, int ro
 
 // Scratch: gemm's own, then the gate products of one block [TOKENS, 32].
 size_t moe_scratch(const MoeJob& j) {
-    const size_t up = gemm_scratch(j.up.format, j.up.cols), down = gemm_scratch(j.down.format, j.down.cols);
+    const size_t up = gemm_scratch(j.up.one.format, j.up.one.cols), down = gemm_scratch(j.down.one.format, j.down.one.cols);
     return (up > down ? up : down) + (size_t)TOKENS * BLOCK * sizeof(float);
 }
 
-static Matrix of_expert(Matrix m, int64_t expert) {
-    m.data += expert * m.rows * m.stride;
+static Matrix of_expert(const Experts& all, int64_t expert) {
+    Matrix m = all.one;
+    m.data += expert * all.stride;
     return m;
 }
 
 // hidden = act(gate) * up for rows [row0, row0 + rows) of the intermediate dimension.
 void moe_up(const MoeJob& j, int64_t g, int64_t row0, int rows, const uint8_t* next, void* scratch) {
     const Matrix w = of_expert(j.up, j.expert[g]);
+    Matrix up = w;
+    up.data += j.up.half;
     const int64_t n = j.offset[g + 1] - j.offset[g], inter = w.rows / 2;
     const void* panel = j.panel + j.panel_at[g];
     float* gate = (float*)((uint8_t*)scratch + moe_scratch(j)) - TOKENS * BLOCK;
     for (int64_t at = 0; at < n; at += TOKENS)
         blocks(w, row0, rows, next, [&](int64_t r0, int nr, const uint8_t* following) {
             const int64_t tokens = n - at < TOKENS ? n - at : TOKENS;
-            gemm(w, r0, nr, panel, n, at, tokens, scratch, w.data + (inter + r0) * w.stride,
+            gemm(w, r0, nr, panel, n, at, tokens, scratch, up.data + r0 * up.stride,
                  [&](int64_t t0, int nt, const float* c) { memcpy(gate + t0 * BLOCK, c, sizeof(float) * nt * BLOCK); });
-            gemm(w, inter + r0, nr, panel, n, at, tokens, scratch, following, [&](int64_t t0, int nt, const float* c) {
+            gemm(up, r0, nr, panel, n, at, tokens, scratch, following, [&](int64_t t0, int nt, const float* c) {
                 for (int t = 0; t < nt; t++, c += BLOCK) {
                     const float* a = gate + (t0 + t) * BLOCK;
                     float* out = j.hidden + (j.offset[g] + at + t0 + t) * inter + r0;
@@ -65,7 +68,7 @@ void moe_up(const MoeJob& j, int64_t g, int64_t row0, int rows, const uint8_t* n
 
 // A row's experts are summed in ascending expert order, from zero.
 void moe_down(const MoeJob& j, int64_t row0, int rows, int64_t tokens, const uint8_t* next, void* scratch) {
-    const int64_t ld = j.down.rows;
+    const int64_t ld = j.down.one.rows;
     for (int64_t t = 0; t < tokens; t++) memset(j.out + t * ld + row0, 0, rows * sizeof(float));
     for (int64_t g = 0; g < j.groups; g++) {
         const Matrix w = of_expert(j.down, j.expert[g]);

@@ -5,8 +5,8 @@
 
 Cold: the files are dropped from the page cache before (posix_fadvise; only clean pages go, so nothing may be writing them). Every
 round starts each engine once cold and once warm, one after the other, in alternating order, and asks for one token. With `--pack`
-ours starts once more from packed experts (`moorage engine pack`), slots for all of them filled as they are asked for, which is
-what llama-server's mapped file does. `disk`: a plain sequential read of the same file in the same round.
+ours starts once more from packed experts (`moorage engine pack`), mapped as llama-server maps its file. `weights`: our time
+from opening the checkpoint to having all weights where they are computed on, imports aside. `disk`: a plain read of that file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -35,6 +36,7 @@ class Start:
     round: int
     ready: float  # seconds to the first "healthy"
     first_token: float  # seconds to the first token of a prompt of 16
+    weights: float | None  # seconds of ours for weights alone, as its log says
     peak_bytes: int
     foreign: float  # share of the machine that others used, 0..1
 
@@ -63,11 +65,14 @@ def read_rate(path: Path) -> float:
 
 
 def start(what: str, kind: type[Server], command: list[str], port: int, log: str, cold: bool, number: int) -> Start:
+    said = Path(log).stat().st_size if Path(log).is_file() else 0
     share, began = machine.Share.start(), time.perf_counter()
     with running(kind, command, port, log) as server:
         server.stream(prompt_of(16, 16), 1)
-        first = time.perf_counter() - began
-        return Start(what, cold, number, server.ready, first, server.peak_bytes(), share.foreign(server.cpu_seconds()))
+        first, peak = time.perf_counter() - began, server.peak_bytes()
+        found = re.search(rb" weights .*\bs=([0-9.]+)", Path(log).read_bytes()[said:]) if Path(log).is_file() else None
+        weights = float(found[1]) if found else None
+        return Start(what, cold, number, server.ready, first, weights, peak, share.foreign(server.cpu_seconds()))
 
 
 def measure(args: argparse.Namespace) -> tuple[list[Start], list[float]]:
@@ -96,6 +101,8 @@ def summarise(starts: list[Start], weights: int) -> list[dict]:
         mine = [s for s in starts if (s.what, s.cold) == (what, cold)]
         row = {"what": what, "files": "cold" if cold else "warm", "rounds": len(mine)}
         row |= {name: round(statistics.median(getattr(s, name) for s in mine), 2) for name in ("ready", "first_token")}
+        if all(s.weights is not None for s in mine):
+            row["weights"] = round(statistics.median(s.weights for s in mine), 3)
         rows.append(row | {"peak of weights": round(max(s.peak_bytes for s in mine) / weights, 3)})
     return rows
 

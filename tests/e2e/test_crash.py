@@ -27,7 +27,7 @@ def worker_of(up: Service) -> int:
     """Pid of the engine process below the engine's API process."""
     parent = up.engine.popen.pid
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    (worker,) = [int(pid) for pid in children if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (worker,) = [int(pid) for pid in children if b"engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return worker
 
 

@@ -136,6 +136,31 @@ def moved(weight, place: torch.Tensor):
     return Quant(out, weight.type, weight.cols) if isinstance(weight, Quant) else out
 
 
+@pytest.mark.parametrize("kind", ["bf16", "Q8_0", "Q4_0"])
+def test_experts_and_halves_may_lie_apart_as_in_a_mapped_file(ops, rng, kind: str) -> None:
+    up, down, _, _ = experts_of(kind, e=5, inter=96, hidden=160, rng=rng)
+    x = torch.randn(9, 160, generator=rng)
+    ids, weights = ops.route(torch.randn(9, 5, generator=rng), MoeSpec(experts=5, top_k=2, inter=96))
+    whole = ops.moe(x, ids, weights, up, down, "silu")
+    records = [apart(w, lambda data: spread(data, 64)) for w in (up, down)]  # one behind the other with something between
+    assert torch.equal(ops.moe(x, ids, weights, *records, "silu"), whole)
+    halves = apart(up, lambda data: spread(data.unflatten(1, (2, -1)).transpose(0, 1), 32).transpose(0, 1))
+    assert not (halves.data if isinstance(halves, Quant) else halves).is_contiguous()
+    assert torch.equal(ops.moe(x, ids, weights, halves, down, "silu"), whole)
+    with pytest.raises(ValueError, match="gate_up: the rows of an expert are not contiguous"):
+        ops.moe(x, ids, weights, apart(up, lambda data: torch.stack([data, data], 2)[:, :, 0]), down, "silu")
+
+
+def spread(data: torch.Tensor, gap: int) -> torch.Tensor:
+    """The same with `gap` elements of rubbish behind each of the first dimension."""
+    flat = data.reshape(len(data), -1)
+    return torch.cat([flat, torch.ones(len(data), gap, dtype=data.dtype)], 1)[:, : flat.shape[1]].view(data.shape)
+
+
+def apart(weight, change):
+    return Quant(change(weight.data), weight.type, weight.cols) if isinstance(weight, Quant) else change(weight)
+
+
 def test_a_place_outside_the_bank_is_refused(ops, rng) -> None:
     up, down, _, _ = experts_of("bf16", e=3, inter=32, hidden=32, rng=rng)
     x, ids, weights = torch.zeros(1, 32), torch.tensor([[1]], dtype=torch.int32), torch.ones(1, 1)

@@ -193,10 +193,14 @@ def test_a_made_up_model_loads_as_its_family(load, monkeypatch, tmp_path, shape:
 
 def test_starts_are_told_apart_by_what_and_by_cold_files(load) -> None:
     bench = load("engine_start")
-    starts = [bench.Start("moorage", cold, n, 1.0 + n + cold, 2.0 + n, 110 + n, 0.0) for cold in (True, False) for n in range(3)]
+    starts = [
+        bench.Start("moorage", cold, n, 1.0 + n + cold, 2.0 + n, 0.1 + n, 110 + n, 0.0)
+        for cold in (True, False)
+        for n in range(3)
+    ]
     cold, warm = bench.summarise(starts, weights=100)
     assert (cold["files"], cold["ready"], cold["first_token"], cold["peak of weights"]) == ("cold", 3.0, 3.0, 1.12)
-    assert (warm["files"], warm["ready"], warm["rounds"]) == ("warm", 2.0, 3)
+    assert (warm["files"], warm["ready"], warm["weights"], warm["rounds"]) == ("warm", 2.0, 1.1, 3)
 
 
 def test_a_dropped_file_is_read_whole(load, tmp_path) -> None:

@@ -31,7 +31,7 @@ class Running:
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next(int(c) for c in children if b"engine.worker" in Path(f"/proc/{c}/cmdline").read_bytes())
+        return next(int(c) for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from engine.experts.executor import Tier, TieredExperts
 from engine.experts.pool import HostPool, Room
 from engine.experts.pressure import CALM_S, PAUSE_S, PLENTY, SHORT_LEAST, STALLED, Governor, Memory, read_memory
 from engine.kernels.reference import ReferenceOps
+from engine.promises import Promise, promised
 from engine.stores import ExpertStore
 from tests.engine.experts.tiers import EXPERTS, LAYERS, banks, step
 
@@ -30,6 +31,16 @@ def test_shortage_gives_back_what_is_missing_and_more() -> None:
     assert WANTED - low >= SHORT + 100 * MB, "ends at twice the threshold"
     assert target(g, PAUSE_S / 2, low, Memory(0, 0.0)) == low, "the figures need a moment"
     assert target(g, PAUSE_S, low, Memory(0, 0.0)) < low
+
+
+def test_mapped_weights_are_not_there_for_others(tmp_path) -> None:
+    """The system counts a file's pages as available although every step reads them."""
+    promise = Promise(tmp_path)
+    before = read_memory(available=lambda mapped=0: (10 << 30) - mapped)
+    assert before.available - read_memory(available=lambda mapped=0: (10 << 30) - mapped, mapped=4 << 30).available == 4 << 30
+    Elastic([], TOTAL, lambda: before, promise, mapped=4 << 30)
+    assert promised(tmp_path) == 4 << 30
+    promise.close()
 
 
 def test_a_thrashing_machine_is_short_whatever_it_says_is_available() -> None:

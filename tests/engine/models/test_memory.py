@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import hostmem
 from engine.kernels.reference import ReferenceOps
-from engine.models.gguf import GgufCheckpoint
+from engine.models import gguf as gguf_file
 from engine.models.load import load_model, required_bytes
 from engine.models.names import JOINED, joined, unpaired_rows, untiled_rows
 from tests.support.tiny import make_tiny
@@ -153,6 +153,26 @@ def test_available_memory_is_the_smallest_limit(tmp_path) -> None:
     assert hostmem.total_bytes(meminfo, none) == 100 * 1024 and hostmem.total_bytes(meminfo, tmp_path / "v1") == 40000
 
 
+def test_files_that_are_computed_on_are_not_available_although_they_are_page_cache(tmp_path) -> None:
+    """30000 mapped bytes in a group of 60000: read already or not, used once or often, charged to it or to another."""
+    meminfo = write(tmp_path / "meminfo", "MemTotal: 100 kB\nMemAvailable:   50 kB\n")
+    group, status = tmp_path / "v2", tmp_path / "status"
+    write(group / "memory.max", "60000\n")
+
+    def available(used: int, inactive: int, active: int, resident_kb: int) -> int | None:
+        write(group / "memory.current", f"{used}\n")
+        write(group / "memory.stat", f"inactive_file {inactive}\nactive_file {active}\n")
+        write(status, f"VmRSS: 99 kB\nRssFile: {resident_kb} kB\n")
+        return hostmem.available_bytes(meminfo, group, mapped=30000, status=status)
+
+    assert hostmem.available_bytes(meminfo, tmp_path / "none", mapped=30000, status=status) == 50 * 1024 - 30000
+    assert available(10000, 0, 0, 0) == 20000  # nothing of it was read yet
+    assert available(40000, 30000, 0, 30) == 20000  # all of it
+    assert available(40000, 0, 30000, 30) == 20000
+    assert available(44000, 34000, 0, 30) == 20000  # and 4000 of another's that can go
+    assert available(10000, 0, 0, 30) == 50 * 1024 - 30000  # another group pays for it
+
+
 @pytest.mark.parametrize(
     ("own", "root", "limit", "used"),
     [
@@ -195,7 +215,7 @@ def test_a_large_vocabulary_is_stepped_over(tmp_path) -> None:
     write_gguf(
         model, tmp_path / "vocabulary.gguf", arrays={"tokens": words, "scores": [0.5] * 20_000, "token_type": [1] * 20_000}
     )
-    fields = GgufCheckpoint(tmp_path / "vocabulary.gguf")._reader.fields
+    fields = gguf_file._open(tmp_path / "vocabulary.gguf").fields
     assert all(len(fields[f"tokenizer.ggml.{name}"].parts) == 3 for name in ("tokens", "scores", "token_type"))
     plain, vocabulary = (load_model(tmp_path / name, ReferenceOps()) for name in ("plain.gguf", "vocabulary.gguf"))
     assert plain.info.identity == vocabulary.info.identity

@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.ipc import BACKGROUND, DRAIN_S, Done, Generate, RequestError
+from engine.mapped import FileChanged
 from engine.worker import Worker
 from tests.engine.serve.fake_worker import fake_build
 from tests.engine.serve.harness import generate
@@ -47,6 +48,21 @@ def test_running_answers_end_and_no_new_ones_begin() -> None:
     while not loop.worker._over():
         loop.turn()
     assert loop.end("old").completion == 20
+
+
+def test_a_model_that_was_changed_underneath_ends_the_process_and_commits_nothing() -> None:
+    loop = Loop()
+    loop.turn(generate("kept", [1], 20))
+    before = len(loop.sent)
+
+    def changed(batch):
+        raise FileChanged("model.gguf was changed")
+
+    loop.worker._runner._forward = changed
+    assert loop.worker.run() == 1
+    end = loop.end("kept")
+    assert (end.status, end.code, end.message) == (502, "model_changed", "model.gguf was changed")
+    assert all(isinstance(m, RequestError) for m in loop.sent[before:])
 
 
 def test_an_idle_worker_ends_at_once() -> None:

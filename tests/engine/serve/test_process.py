@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from engine.config import EngineConfig
 from engine.ipc import Cancel, Done, RequestError, Sampling, Started, Tokens, frame
-from engine.supervisor import EngineFailed, Supervisor
+from engine.supervisor import EngineFailed, Supervisor, describe_exit
 from tests.engine.serve.fake import VOCAB, alone
 from tests.engine.serve.fake_worker import COMMAND
 from tests.engine.serve.harness import generate
@@ -134,6 +134,13 @@ async def test_a_message_that_cannot_be_read_ends_the_process_not_the_supervisio
         await supervisor._until(lambda: supervisor.state.restarts == 2)
         await supervisor.wait_ready()
         assert text(await collect(supervisor.generate(generate("b", [1, 2], 5)))) == alone([1, 2], 5)
+
+
+async def test_a_death_is_told_with_what_it_often_means() -> None:
+    assert describe_exit(-signal.SIGBUS).endswith(
+        "(often: the model's file was cut short while it was mapped, or its disk failed)"
+    )
+    assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL (often: out of memory)"
 
 
 async def test_a_process_that_cannot_be_started_is_final_in_the_end() -> None:
