@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -49,7 +50,7 @@ class MappedFile:
         # for torch, which warns about memory that Python says cannot be written; whoever writes ends the process
         self.memory = (ctypes.c_ubyte * self.size).from_address(self.address)
         weakref.finalize(self.memory, _unmap, self.address, self.size, self._file)
-        self._gone: list[tuple[int, int]] = []
+        self._gone: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by the STEP they lie in
         self._readers: list[threading.Thread] = []
 
     def same(self) -> bool:
@@ -83,9 +84,10 @@ class MappedFile:
     def let_go(self, begin: int, end: int) -> None:
         """What lies in [begin, end) was copied: it shall not be resident twice."""
         begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end:
-            self._gone.append((begin, end))
-            _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED)
+        for step in range(begin // STEP, -(-end // STEP)):
+            low, high = max(begin, step * STEP), min(end, (step + 1) * STEP)
+            self._gone[step].append((low, high))
+            _madvise(self.address + low, high - low, mmap.MADV_DONTNEED)
 
     def _populate(self, begin: int, end: int, memory: ctypes.Array) -> None:
         """`memory` stays mapped as long as somebody holds it."""
@@ -93,9 +95,8 @@ class MappedFile:
         for at in range(begin, end, STEP):
             if not _madvise(self.address + at, min(STEP, end - at), POPULATE_READ):
                 return  # an older kernel, or a disk that fails: whoever needs the page will meet the error
-        for gone in self._gone:
-            if gone[0] < end and gone[1] > begin:
-                _madvise(self.address + gone[0], gone[1] - gone[0], mmap.MADV_DONTNEED)
+            for low, high in self._gone.get(at // STEP, ()):  # whoever copies was here first
+                _madvise(self.address + low, high - low, mmap.MADV_DONTNEED)
 
 
 LIBC = ctypes.CDLL(None, use_errno=True)
