@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,29 +17,28 @@ import torch
 from engine.config import EngineConfig, in_place_wanted
 from engine.cores import physical_cores
 from engine.experts.budget import Impossible
+from engine.experts.cuda import device_of
+from engine.experts.devices import find_devices
 from engine.experts.filepool import Pack
-from engine.experts.inplace import MappedExperts
-from engine.experts.layers import spans
-from engine.experts.locking import Locked, lock_banks
 from engine.experts.pack import PackError
-from engine.experts.recording import Recording
+from engine.experts.streams import Device
 from engine.experts_control import ExpertParts
 from engine.fingerprint import checkpoint_parts
 from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.hostmem import available_bytes
-from engine.kernels.ops import Ops, Weight
+from engine.kernels.ops import Ops
 from engine.limits import Limits
-from engine.mapped import MappedFile, watched
+from engine.mapped import watched
 from engine.memory import CachePlan, TooLittleMemory, gib, plan_cache
 from engine.models.errors import ModelError
-from engine.models.load import LoadedModel, load_model
-from engine.models.spec import ModelSpec, MoeSpec
+from engine.models.load import load_model, open_checkpoint
+from engine.models.spec import ModelSpec
 from engine.nn.batch import Cache, allocate_cache
 from engine.nn.decoder import Decoder
-from engine.nn.experts import Experts, InPlace, expert_banks
 from engine.numa import describe
-from engine.packing import fits_in_place, open_pack, slot_counts, stream_experts
-from engine.plan import FastMemory, Placed, file_shape, host_shape, place_loaded, read_rate
+from engine.packing import SHARE, fits_in_place, open_pack, slot_counts
+from engine.placing import Held, Placing, Progress, packed_in_place, place_experts
+from engine.plan import FastMemory, make_plan
 from engine.prefix.base import PrefixCache
 from engine.prefix.cache import RadixCache
 from engine.prefix.disk import DiskConfig
@@ -51,11 +50,8 @@ from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
 from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from engine.tiers import Kernels, Source, Ways, read_banks, run_groups
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[float, str], None]
 
 
 class BuildError(Exception):
@@ -79,21 +75,31 @@ class Parts:
 def build(config: EngineConfig, progress: Progress) -> Parts:
     """Load the model and allocate its caches. Raises BuildError."""
     ops = choose_kernels(config.kernels, config.threads)
+    device = device_of(ops)
     kernels = getattr(ops, "numerics", ops.name)  # cached tokens belong to the kernels whose bits they are
     try:
         pack = open_pack(Path(config.experts_pack).expanduser(), config.model, ops) if config.experts_pack else None
+        held = held_by(config, ops, device, pack)
         began = time.monotonic()
         with copying_threads(getattr(ops, "threads", 1)):
             # beside a fast memory experts are copied from where they are: page-locked memory, not a file
-            loaded = load_model(config.model, ops, progress, experts=pack is None, mapped=not config.fast_bytes)
+            loaded = load_model(
+                config.model,
+                ops,
+                progress,
+                experts=pack is None,
+                mapped=not config.fast_bytes,
+                host=held in ("host", "one memory"),
+            )
         log.info(log_line("weights", mapped=gib(loaded.mapped), of=gib(loaded.info.bytes), s=round(time.monotonic() - began, 3)))
-        available = _available(ops, loaded.mapped)
-        fast = fast_memory(config)
+        available = _available(device, loaded.mapped)
+        fast = fast_memory(config) if device is None else slots_on(device, config, held, available)
         available -= fast.size if fast else 0
         whole = pack is not None and in_place_wanted(config) and fits_in_place(pack, ops, available)
-        slots = slot_counts(pack, config.expert_bytes, available) if pack and not whole else []
-        pools = pack.pools if slots else ()
-        slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pools, strict=True))
+        host = available if device is None else _available(None, loaded.mapped)
+        slots = slot_counts(pack, config.expert_bytes, host) if pack and not whole else []
+        pools = pack.pools if slots and device is None else ()  # a device has its caches elsewhere
+        slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pools, strict=False))
         slot_bytes += pack.expert_bytes if whole else 0
         if fast and available <= slot_bytes:
             raise BuildError(f"--fast-memory asks for {gib(fast.size)}, {gib(available + fast.size)} are available: lower it")
@@ -119,7 +125,7 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         text = f"KV cache: {gib(plan.total_bytes)} cannot be allocated ({gib(available)} seemed available): lower --kv-memory"
         raise BuildError(text) from problem
     try:
-        placing = Placing(config, loaded, ops, plan, pack, slots, progress)
+        placing = Placing(config, loaded, ops, plan, pack, slots, progress, held, device)
         experts, files = packed_in_place(placing) if whole else (place_experts(placing, fast), ())
     except (Impossible, OSError) as problem:
         raise BuildError(str(problem)) from problem
@@ -153,10 +159,30 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
     return Parts(forward, prefix, limits, model, grammars, experts, plan.wanted_context, mapped)
 
 
-def _available(ops: Ops, mapped: int) -> int:
+def held_by(config: EngineConfig, ops: Ops, device: Device | None, pack: Pack | None) -> Held:
+    """Where the experts of a checkpoint are loaded to, before any is read. Raises BuildError, ModelError, TooLittleMemory."""
+    if pack is not None or device is None:
+        return "pack" if pack else "kernels"
+    if any(each.unified for each in find_devices()):
+        return "one memory"
+    wanted = {"max_context": config.max_context, "kv_bytes": config.kv_bytes, "forced": config.placement or None}
+    plan = make_plan(open_checkpoint(config.model), ops, **wanted)
+    if plan.placement is None:
+        raise BuildError(plan.refusal)
+    return "kernels" if plan.placement.mode == "resident" and not config.fast_bytes else "host"
+
+
+def slots_on(device: Device, config: EngineConfig, held: Held, free: int) -> FastMemory | None:
+    """Of the device's free memory, `--fast-memory` or a share is for slots; None where experts are computed where they lie."""
+    if held not in ("host", "pack"):
+        return None
+    return FastMemory(config.fast_bytes or int(free * SHARE), 0.0, config.pin_bytes, device)
+
+
+def _available(device: Device | None, mapped: int) -> int:
     """Memory for caches where the kernels compute, beside `mapped` bytes of files. Raises BuildError."""
-    if ops.device.type != "cpu":
-        return torch.cuda.mem_get_info(ops.device)[0]
+    if device is not None:
+        return device.memory()[0]
     available = available_bytes(mapped=mapped)
     if available is None:
         raise BuildError("the memory of this machine cannot be measured: /proc/meminfo is not readable")
@@ -184,29 +210,6 @@ def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops) -> tuple[Cache, Cache
         return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype), plan
 
 
-@dataclass(frozen=True)
-class Placing:
-    """What decides where experts lie. `slots` of each pool of `pack`, in host memory."""
-
-    config: EngineConfig
-    loaded: LoadedModel
-    ops: Ops
-    cache: CachePlan
-    pack: Pack | None
-    slots: Sequence[int]
-    progress: Progress
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory for experts that come from the pack."""
-        return sum(count * pool.expert_bytes for count, pool in zip(self.slots, self.pack.pools, strict=True)) if self.pack else 0
-
-    @property
-    def routers(self) -> list[Weight]:
-        layers = enumerate(self.loaded.spec.layers)
-        return [self.loaded.weights[f"{i}.moe.router"] for i, layer in layers if isinstance(layer.ffn, MoeSpec)]
-
-
 def fast_memory(config: EngineConfig) -> FastMemory | None:
     """Raises BuildError."""
     if not config.fast_bytes:
@@ -214,91 +217,6 @@ def fast_memory(config: EngineConfig) -> FastMemory | None:
     if not config.fast_link:
         raise BuildError("--fast-memory emulates a fast memory behind a link: say how fast it is, e.g. --fast-link 8G a second")
     return FastMemory(config.fast_bytes, float(config.fast_link), config.pin_bytes)
-
-
-def place_experts(what: Placing, fast: FastMemory | None) -> ExpertParts | None:
-    """None for a model that has none. Raises Impossible, OSError, MemoryError."""
-    if fast is not None and any(isinstance(layer.ffn, MoeSpec) for layer in what.loaded.spec.layers):
-        return beside_fast_memory(what, fast)
-    return streamed(what) if what.pack else in_memory(what)
-
-
-def in_memory(what: Placing) -> ExpertParts | None:
-    """Experts computed where they lie."""
-    banks = expert_banks(what.loaded.spec, what.loaded.weights)
-    if not banks:
-        return None
-    placed = place_loaded(what.loaded, what.ops, what.cache, host_shape(banks), forced=what.config.placement or None)
-    return _expert_parts(InPlace(banks, what.ops), placed)
-
-
-def packed_in_place(what: Placing) -> tuple[ExpertParts, tuple[MappedFile, ...]]:
-    executor = MappedExperts(what.pack, what.ops)
-    shape = replace(host_shape(executor.banks), kind=what.pack.stored_as, packed=True)
-    placed = place_loaded(what.loaded, what.ops, what.cache, shape, forced=what.config.placement or None)
-    return _expert_parts(executor, placed), (executor.file,)
-
-
-def streamed(what: Placing) -> ExpertParts:
-    """Experts read from a pack into slots, which are full when this returns."""
-    what.progress(0.0, "reading experts")
-    executor, rate = stream_experts(what.pack, what.ops, what.slots, what.config.expert_policy, what.routers)
-    try:
-        size = executor.capacity * executor.slot_bytes
-        placed = place_loaded(
-            what.loaded, what.ops, what.cache, file_shape(what.pack, size, rate), forced=what.config.placement or None
-        )
-        if placed.found.mode != "stream":
-            raise Impossible(f"{placed.found.mode}: start without --experts-pack, everything is loaded then")
-        executor.preload(_counted(what.progress, size))
-    except BaseException:
-        executor.close()
-        raise
-    return _expert_parts(executor, placed)
-
-
-def beside_fast_memory(what: Placing, fast: FastMemory) -> ExpertParts:
-    """Experts placed by groups of layers; all slots are full when this returns."""
-    what.progress(0.0, "placing experts")
-    pack, ops, config = what.pack, what.ops, what.config
-    loaded = {} if pack else dict(enumerate(expert_banks(what.loaded.spec, what.loaded.weights)))
-    shape = file_shape(pack, what.host_bytes, read_rate(pack)) if pack else host_shape(list(loaded.values()))
-    placed = place_loaded(what.loaded, ops, what.cache, shape, fast, config.placement or None)
-    groups = placed.found.groups
-    held = [n for group in groups if group.mode != "stream" for n in group.layers]
-    size = sum(group.slots for group in groups) * shape.expert_bytes + (len(held) * placed.load.layer_bytes if pack else 0)
-    count = _counted(what.progress, size)
-    banks = loaded or read_banks(pack, held, count)
-    ways = Ways(placed.hardware.rates, shape.disk_rate, config.expert_policy, fast.link)
-    copied = [banks[n] for group in groups if group.mode in ("offload", "hybrid") for n in group.layers]
-    locked = lock_banks(copied, placed.hardware.lockable)
-    executor = run_groups(groups, Source(banks, pack, what.routers), Kernels(ops), ways)
-    executor.preload(count)
-    return _expert_parts(executor, placed, locked)
-
-
-def _counted(progress: Progress, size: int) -> Callable[[int], None]:
-    done = 0
-
-    def count(read: int) -> None:
-        nonlocal done
-        done += read
-        progress(min(1.0, done / max(1, size)), "reading experts")
-
-    return count
-
-
-def _expert_parts(executor: Experts, placed: Placed, locked: Locked | None = None) -> ExpertParts:
-    found = placed.status() | (locked or Locked()).status()
-    log.info(log_line("experts", mode=found["mode"], pool=found["pool_bytes"], reason=found["reason"]))
-    if len(placed.found.groups) > 1:
-        for group in placed.found.groups:
-            log.info(log_line("experts of layers", layers=spans(group.layers), mode=group.mode, reason=group.reason))
-    if placed.found.pin_short:
-        locked, short = gib(placed.hardware.lockable), gib(placed.found.pin_short)
-        log.warning(log_line("page-locked memory is short", budget=locked, short=short, hint="layers at both ends lie elsewhere"))
-    recording = Recording(executor, int(found["layers"]), int(found["experts"]))
-    return ExpertParts(recording, found)
 
 
 def read_vocabulary(read: Callable[[], Tokenizer], spec: ModelSpec) -> Vocabulary:

@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     expert_bytes: Size = 0  # memory for slots of packed experts that are read when needed
     expert_policy: Literal["lru", "rate", "s3fifo"] = "lru"  # which experts leave slots first
     placement: Literal["", "resident", "in_place", "offload", "hybrid", "host", "stream"] = ""  # of experts; "" = the fastest
-    fast_bytes: Size = 0  # slots of an emulated fast memory of its own; 0 = none, experts are computed where they lie
+    fast_bytes: Size = 0  # slots in a device's memory (0 = decide), or of an emulated fast memory (0 = none)
     fast_link: Size = 0  # bytes a second of the link into it
     pin_bytes: Size = 0  # host memory that counts as page-locked beside it; 0 = all
     kv_disk: str = ""  # directory in which computed tokens outlive a restart; "" = none

@@ -21,6 +21,7 @@ from engine.experts.identity import kernel_version, this_machine
 from engine.experts.layers import spans
 from engine.experts.placement import Placement, place
 from engine.experts.pool import bank_bytes
+from engine.experts.split import Rates
 from engine.experts.streams import Device as StreamDevice
 from engine.hostmem import available_bytes
 from engine.kernels.ops import Ops, Quant, Weight
@@ -188,12 +189,16 @@ def hardware(profile: Profile | None, available: int, kind: str, pack: Pack | No
 
 @dataclass(frozen=True)
 class FastMemory:
-    """A fast memory for experts that this machine emulates: bytes for slots, the link's bytes per second, and how much of host
-    memory counts as page-locked (0: all). The processor computes; dense weights and caches count as if they lay in it too."""
+    """A fast memory for experts: bytes for slots, and how much of host memory counts as page-locked (0: all).
+
+    `device`'s, or one that this machine emulates behind a link of so many bytes per second: the processor computes then, and
+    dense weights and caches count as if they lay in it too.
+    """
 
     size: int
     link: float
     pin: int = 0
+    device: StreamDevice | None = None
 
 
 def beside(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: str, load: Load, host: int) -> Hardware:
@@ -209,6 +214,12 @@ def beside(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: s
     )
 
 
+def beside_device(machine: Hardware, fast: FastMemory, profile: Profile | None, kind: str, load: Load, host: int) -> Hardware:
+    """`machine` with slots in a device's memory, beside what lies there already, and `host` bytes of host memory for experts."""
+    found = on_device(replace(machine, host=host), fast.device, (), profile, kind, load)
+    return replace(found, fast=load.dense + load.cache + fast.size, pin=fast.pin or None)
+
+
 def on_device(
     machine: Hardware, device: StreamDevice, devices: Sequence[Device], profile: Profile | None, kind: str, load: Load
 ) -> Hardware:
@@ -220,7 +231,14 @@ def on_device(
         return replace(machine, fast=machine.host, fast_rate=read, unified=True)
     free, _ = device.memory()
     link = profile.device_rates(measured, load.expert_bytes) if profile else None
-    return replace(machine, fast=free, fast_rate=read, rates=link, one_arithmetic=False)
+    return replace(machine, fast=free, fast_rate=read, rates=link or _unmeasured(machine), one_arithmetic=False)
+
+
+def _unmeasured(machine: Hardware) -> Rates:
+    """What copies may be reckoned with before `bench bw` has run: the slot's nominal rate, or host memory's."""
+    link = max((each.link for each in find_devices()), default=0.0)
+    log.warning(log_line("device link not measured", hint="moorage engine bench bw --kernels cuda"))
+    return Rates(link or machine.host_rate, machine.host_rate, 0.0)
 
 
 def read_rate(pack: Pack) -> float:
@@ -333,8 +351,9 @@ def place_loaded(
     shape: Shape,
     fast: FastMemory | None = None,
     forced: Mode | None = None,
+    unified: bool = False,
 ) -> Placed:
-    """Raises Impossible for a forced mode that this machine cannot run."""
+    """`unified`: a device computes, in the processor's memory. Raises Impossible for a mode that this machine cannot run."""
     spec, weights = loaded.spec, stored_bytes(loaded.weights.values())
     profile = usable_profile(default_profile(), this_machine(kernel_version(ops)), time.time())
     moe = next(layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
@@ -352,8 +371,11 @@ def place_loaded(
     machine = hardware(profile, have, shape.kind)
     if shape.slots:
         machine = replace(machine, packed=True, disk_rate=shape.disk_rate)
+    if unified:
+        machine = replace(machine, fast=machine.host, fast_rate=machine.host_rate, unified=True)
     if fast is not None:
-        machine = beside(machine, fast, profile, shape.kind, load, shape.slots or shape.pool_bytes)
+        behind = beside if fast.device is None else beside_device
+        machine = behind(machine, fast, profile, shape.kind, load, shape.slots or shape.pool_bytes)
         found = place(load, machine, forced)
     else:
         found = place(load, machine, forced or ("stream" if shape.slots else "in_place"))

@@ -114,10 +114,12 @@ def load_model(
     *,
     experts: bool = True,
     mapped: bool = False,
+    host: bool = False,
 ) -> LoadedModel:
     """Load all weights into memory, or all but the routed experts. Peak memory is the weights plus MAPPED_BYTES.
 
-    `mapped`: what lies in the file as `ops` computes on it stays there, the banks of experts first of all.
+    `mapped`: what lies in the file as `ops` computes on it stays there, the banks of experts first of all. `host`: the routed
+    experts stay in host memory whatever device `ops` computes on.
     Raises ModelError, one line for the user.
     """
     progress(0.0, "reading the checkpoint's header")
@@ -125,8 +127,8 @@ def load_model(
     everything = checkpoint.pieces
     if not experts:
         checkpoint.pieces = [piece for piece in everything if not piece.name.endswith(ROUTED)]
-    _check_memory(_required(checkpoint, ops), path, _packed(checkpoint, ops))
-    weights = _read_all(checkpoint, ops, progress, mapped and getattr(ops, "maps", False))
+    _check_memory(_in_host(checkpoint, ops, host), path, _packed(checkpoint, ops))
+    weights = _read_all(checkpoint, ops, progress, mapped and getattr(ops, "maps", False), ROUTED if host else ())
     checkpoint.pieces = everything
     if checkpoint.skipped:
         examples = ", ".join(checkpoint.skipped[:3])
@@ -142,7 +144,8 @@ class _Read:
     mapped: int
 
 
-def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool) -> _Read:
+def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool, host: tuple[str, ...]) -> _Read:
+    """`host`: ends of the names of what stays as it is read."""
     by_name: dict[str, list[Piece]] = {}
     for piece in checkpoint.pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -160,7 +163,8 @@ def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool
             prepared[name] = lying
             there += sum(checkpoint.nbytes(p.source) for p in by_name[name])
         else:
-            prepared[name] = ops.prepare(weight.float() if vector else _computable(weight, ops))
+            weight = weight.float() if vector else _computable(weight, ops)
+            prepared[name] = weight if name.endswith(host) else ops.prepare(weight)
         if len(parts) > 1:
             prepared |= _rows_of(prepared[name], parts, [wanted[part][0] for part in parts])
         done += sum(checkpoint.nbytes(p.source) for part in parts for p in by_name[part])
@@ -323,6 +327,16 @@ def _required(checkpoint: Checkpoint, ops: Ops | None) -> int:
     for kind, elements in wide.items():
         log.warning("no kernel computes on %s: %d million weights are held as float32, 4 bytes each", kind, elements / 1e6)
     return total
+
+
+def _in_host(checkpoint: Checkpoint, ops: Ops, host: bool) -> int:
+    """Host memory for the weights: all of it, or with a device that of `host`'s experts; what passes through is not counted."""
+    if ops.device.type == "cpu":
+        return _required(checkpoint, ops)
+    return sum(
+        held_bytes(checkpoint, source, ops)
+        for source in {p.source for p in checkpoint.pieces if host and p.name.endswith(ROUTED)}
+    )
 
 
 def _packed(checkpoint: Checkpoint, ops: Ops) -> int:
