@@ -19,7 +19,7 @@ class UserError(Exception):
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-FAST = "With --kernels cuda: the device's memory for experts, 0 = decide. Else emulate one of this size, e.g. 4G, behind --fast-link."
+FAST = "With --kernels cuda: device memory for experts, 0 = decide. Else emulates one of this size, e.g. 4G, behind --fast-link."
 LINK = "Bytes a second of the emulated link, e.g. 8G."
 PIN = "Host memory to page-lock for copies into the emulated memory, e.g. 16G; 0 = all of the experts that are copied."
 PLACEMENT = "Placement of the experts: in_place, offload, hybrid, host, stream or resident; impossible ones are refused."

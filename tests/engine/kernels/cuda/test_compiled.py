@@ -29,9 +29,9 @@ def check(rows: list[dict], spilled: int) -> None:
 
 def test_recorded_kernels_fit_every_target_and_use_one_instruction_for_few_rows_and_many() -> None:
     rows = json.loads(RECORDED.read_text())["kernels"]
-    assert {row["target"] for row in rows} == TARGETS and len(rows) >= 5 * 34
+    assert {row["target"] for row in rows} == TARGETS and len(rows) >= 5 * 50
     check(rows, spilled=448)
-    assert sum(row["spilled_bytes"] == 0 for row in rows) >= 0.8 * len(rows)
+    assert sum(row["spilled_bytes"] == 0 for row in rows) >= 0.75 * len(rows)
 
 
 @pytest.mark.slow
