@@ -53,7 +53,7 @@ def _walk(
     """
     c = tl.arange(0, BLOCK)
     j = tl.arange(0, KEYS)
-    ones = tl.full((16, KEYS), 1.0, tl.bfloat16)
+    ones = tl.full((16, KEYS), 1.0, tl.float32).to(tl.bfloat16)  # its interpreter fills no bf16
     for part in range(first * (PAGE // KEYS), last * (PAGE // KEYS)):
         key = part * KEYS + j
         page = part // (PAGE // KEYS)

@@ -5,6 +5,7 @@ balances the experts, and shared experts every token passes.
 from __future__ import annotations
 
 from engine.models.config import Config
+from engine.models.families import deepseek_v3
 from engine.models.families.common import (
     ATTENTION,
     CORRECTED_ROUTER,
@@ -12,12 +13,10 @@ from engine.models.families.common import (
     MOE,
     SHARED_EXPERTS,
     SKELETON,
-    activation,
     attention,
     dense_mlp,
-    layer_count,
 )
-from engine.models.spec import LayerSpec, ModelSpec, MoeSpec
+from engine.models.spec import LayerSpec, ModelSpec
 
 MODEL_TYPES = ("glm4_moe",)
 NAMES = SKELETON | ATTENTION | MLP | MOE | CORRECTED_ROUTER | SHARED_EXPERTS
@@ -26,27 +25,12 @@ SKIP: dict[str, str] = {}
 
 def spec(config: Config) -> ModelSpec:
     mixer = attention(config, partial=0.5, qk_norm=config.flag("use_qk_norm", False), bias=config.flag("attention_bias", False))
-    inter = config.int("moe_intermediate_size")
-    sparse = MoeSpec(
-        experts=config.int("n_routed_experts"),
-        top_k=config.int("num_experts_per_tok"),
-        inter=inter,
-        score="sigmoid",
-        renorm=config.flag("norm_topk_prob", True),
-        scale=config.float("routed_scaling_factor", 1.0),
-        bias=True,
-        groups=config.int("n_group", 1),
-        top_groups=config.int("topk_group", 1),
-        shared_inter=inter * config.int("n_shared_experts", 1),
-        act=activation(config),
-    )
-    dense = config.ids("first_k_dense_replace") or (1,)
-    ffns = [dense_mlp(config) if i < dense[0] else sparse for i in range(layer_count(config))]
+    sparse, kinds = deepseek_v3.sparse(config), deepseek_v3.first_dense(config, 1)
     return ModelSpec(
         family="glm4_moe",
         hidden=config.int("hidden_size"),
         vocab=config.int("vocab_size"),
-        layers=tuple(LayerSpec(mixer, ffn) for ffn in ffns),
+        layers=tuple(LayerSpec(mixer, sparse if kind == "sparse" else dense_mlp(config)) for kind in kinds),
         norm_eps=config.float("rms_norm_eps", 1e-5),
         tie_embeddings=config.flag("tie_word_embeddings", False),
         max_positions=config.int("max_position_embeddings"),
