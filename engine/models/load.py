@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from engine.hostmem import available_bytes, prefer_huge_pages
+from engine.hostmem import available_bytes, lazy, prefer_huge_pages
 from engine.kernels.ops import Ops, Quant, Weight
 from engine.kernels.reference import dequantize
 from engine.mapped import MappedFile
@@ -157,7 +157,8 @@ def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool
         lying = _lying(checkpoint, by_name[name], wanted[name], ops) if mapped and not vector and len(parts) == 1 else None
         weight = lying
         if lying is None:
-            weight = _assemble(checkpoint, [by_name[part] for part in parts], [wanted[part] for part in parts])
+            pieces = [by_name[part] for part in parts]
+            weight = _assemble(checkpoint, pieces, [wanted[part] for part in parts], whole_pages=name.endswith(host))
         _add_to_digest(digest, name, weight)
         if lying is not None:
             prepared[name] = lying
@@ -179,15 +180,19 @@ def _lying(checkpoint: Checkpoint, pieces: list[Piece], shape: tuple[int, ...], 
     return weight if weight is not None and tuple(weight.shape) in (shape, halves) else None
 
 
-def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tuple[int, ...]]) -> Weight:
-    """Copy canonical tensors of one type into fresh memory, one below the other; `parts` are the pieces of each."""
+def _assemble(
+    checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tuple[int, ...]], whole_pages: bool = False
+) -> Weight:
+    """Copy canonical tensors of one type into fresh memory, one below the other; `parts` are the pieces of each.
+
+    `whole_pages`: it shares no page with anything else, so that it can be registered with a device.
+    """
     first = _read(checkpoint, parts[0][0])
     quantized = isinstance(first, Quant)
     width = first.data.shape[-1] if quantized else shape[0][-1]  # bytes of a row of blocks, elements otherwise
     rows = [n[0] for n in shape]
-    out = torch.empty(sum(rows), *shape[0][1:-1], width, dtype=torch.uint8) if quantized else None
-    if out is None:
-        out = torch.empty(sum(rows), *shape[0][1:], dtype=first.dtype)
+    whole = (sum(rows), *shape[0][1:-1], width) if quantized else (sum(rows), *shape[0][1:])
+    out = _fresh(whole, torch.uint8 if quantized else first.dtype, whole_pages)
     prefer_huge_pages(out.data_ptr(), out.nbytes)
     interleave(out.data_ptr(), out.nbytes)
     read, size = [], 0
@@ -200,6 +205,13 @@ def _assemble(checkpoint: Checkpoint, parts: list[list[Piece]], shape: list[tupl
                 read, size = [], 0
     checkpoint.let_go(read)
     return Quant(out, first.type, first.cols) if quantized else out
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype, whole_pages: bool) -> torch.Tensor:
+    if not whole_pages:
+        return torch.empty(shape, dtype=dtype)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer(lazy(size), dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def _read(checkpoint: Checkpoint, piece: Piece) -> Weight:

@@ -245,3 +245,14 @@ def test_huge_pages_are_asked_for() -> None:
 def test_no_huge_pages_is_no_error(monkeypatch) -> None:
     monkeypatch.delattr("engine.hostmem.mmap.MADV_HUGEPAGE")
     assert not hostmem.prefer_huge_pages(0, 1 << 30)
+
+
+def test_experts_kept_in_host_memory_for_a_device_share_no_page(tmp_path) -> None:
+    """A page cannot be registered with a device twice."""
+    make_tiny("qwen3_moe", tmp_path, torch.bfloat16)
+    apart, alike = load_model(tmp_path, ReferenceOps(), host=True), load_model(tmp_path, ReferenceOps())
+    banks = [weight for name, weight in apart.weights.items() if name.endswith((".moe.gate_up", ".moe.down"))]
+    pages = [page for bank in banks for page in range(bank.data_ptr() // 4096, -(-(bank.data_ptr() + bank.nbytes) // 4096))]
+    assert len(banks) >= 4 and len(set(pages)) == len(pages)
+    assert all(bank.data_ptr() % 4096 == 0 for bank in banks)
+    assert all(torch.equal(weight.float(), alike.weights[name].float()) for name, weight in apart.weights.items())
