@@ -231,12 +231,14 @@ def on_device(
         return replace(machine, fast=machine.host, fast_rate=read, unified=True)
     free, _ = device.memory()
     link = profile.device_rates(measured, load.expert_bytes) if profile else None
-    return replace(machine, fast=free, fast_rate=read, rates=link or _unmeasured(machine), one_arithmetic=False)
+    return replace(
+        machine, fast=free, fast_rate=read, rates=link or _unmeasured(machine, devices or find_devices()), one_arithmetic=False
+    )
 
 
-def _unmeasured(machine: Hardware) -> Rates:
+def _unmeasured(machine: Hardware, devices: Sequence[Device]) -> Rates:
     """What copies may be reckoned with before `bench bw` has run: the slot's nominal rate, or host memory's."""
-    link = max((each.link for each in find_devices()), default=0.0)
+    link = max((each.link for each in devices), default=0.0)
     log.warning(log_line("device link not measured", hint="moorage engine bench bw --kernels cuda"))
     return Rates(link or machine.host_rate, machine.host_rate, 0.0)
 

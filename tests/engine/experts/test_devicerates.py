@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from engine import build
 from engine.cli import cli
 from engine.experts import calibrate, cuda, devicerates
-from engine.experts.budget import Hardware, Impossible, Load
+from engine.experts.budget import Hardware, Load
 from engine.experts.calibrate import DeviceRates, Figure, FormatRates, KernelRates, Profile, read_profile, save_profile
 from engine.experts.devicerates import measure_device
 from engine.experts.devices import Device
@@ -133,10 +133,12 @@ def test_the_plan_counts_with_what_is_free_on_the_device_and_with_its_rates(free
     assert placement.mode == mode and "do not add in the same order" in placement.refused["hybrid"]
 
 
-def test_without_a_measured_link_nothing_is_fetched() -> None:
-    found = on_device(MACHINE, Late(room=8 * GIB), (CARD,), None, "Q4_K", LOAD)
-    with pytest.raises(Impossible, match="run `moorage engine bench bw`"):
-        place(LOAD, found)
+@pytest.mark.parametrize(("cards", "link"), [((CARD,), CARD.link), ((), MACHINE.host_rate)])
+def test_a_link_that_was_not_measured_counts_at_its_nominal_rate_aloud(monkeypatch, caplog, cards, link: float) -> None:
+    monkeypatch.setattr("engine.plan.find_devices", lambda: cards)
+    found = on_device(MACHINE, Late(room=8 * GIB), cards, None, "Q4_K", LOAD)
+    assert found.rates.link == link and place(LOAD, found).mode == "offload"
+    assert "device link not measured" in caplog.text and "bench bw" in caplog.text
 
 
 def test_on_one_memory_the_device_computes_on_the_pool_at_its_own_rate() -> None:
