@@ -40,6 +40,11 @@ void linear(Ops& ops) {
     give(out);
 }
 
+// One behind the other, each in one piece.
+Experts in_a_row(const Matrix& first) {
+    return {first, first.rows * first.stride, first.rows / 2 * first.stride};
+}
+
 void moe(Ops& ops) {
     const Format f = (Format)number();
     const int n = number(), k = number(), experts = number(), hidden = number(), inter = number();
@@ -48,7 +53,8 @@ void moe(Ops& ops) {
     const auto weights = take<float>((size_t)n * k);
     const auto up = take<uint8_t>(experts * 2 * inter * row_bytes(f, hidden)), down = take<uint8_t>(experts * hidden * row_bytes(f, inter));
     std::vector<float> out((size_t)n * hidden);
-    ops.moe(x.data(), n, ids.data(), weights.data(), k, experts, nullptr, matrix(f, up, 2 * inter, hidden), matrix(f, down, hidden, inter), 0, out.data());
+    const Experts ups = in_a_row(matrix(f, up, 2 * inter, hidden)), downs = in_a_row(matrix(f, down, hidden, inter));
+    ops.moe(x.data(), n, ids.data(), weights.data(), k, experts, nullptr, ups, downs, 0, out.data());
     give(out);
 }
 
