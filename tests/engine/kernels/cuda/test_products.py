@@ -63,7 +63,7 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, value: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rows", [1, 37, 130])
+@pytest.mark.parametrize("rows", [1, 70])  # a program of many rows has 64
 def test_any_rows_any_program(ops, truth, rng, kind: str, rows: int) -> None:
     data, values = stored(kind, 50, 1280)
     x = torch.randn(rows, 1280, generator=rng)
