@@ -15,8 +15,8 @@ def ops():
     from engine.kernels.cuda.lang import INTERPRETED
     from engine.kernels.cuda.ops import CudaOps
 
-    if not INTERPRETED:  # a GPU is for test_gpu.py
-        pytest.skip("TRITON_INTERPRET=0: only tests marked gpu run")
+    if not INTERPRETED:  # these compare bits on the processor; a GPU has no tests of its kernels yet
+        pytest.skip("TRITON_INTERPRET=0: these run in the interpreter only")
     mend()
     return CudaOps()
 
