@@ -41,10 +41,15 @@ class Piece:
     turned: bool = False  # the matrices of a stack [heads, N, K], whose rows were taken, are stored as [K, N] each
 
 
+def unnumbered(local: str) -> str:
+    """A checkpoint name with `{L}` for every number, as tables without experts have it."""
+    return _NUMBERED.sub("{L}", local)
+
+
 def split(source: str, local: str, table: Mapping[str, Callable], spec: ModelSpec) -> list[Piece]:
     """The pieces of a tensor that holds several canonical ones; [] when no row of the family's `SPLITS` matches."""
     layer = next(iter(_NUMBERED.findall(local)), "")
-    rows_of = table.get(_NUMBERED.sub("{L}", local))
+    rows_of = table.get(unnumbered(local))
     if rows_of is None or int(layer) >= len(spec.layers):
         return []
     rows = rows_of(spec.layers[int(layer)].mixer).items()

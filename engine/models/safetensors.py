@@ -17,7 +17,7 @@ from engine.models import scaled
 from engine.models.config import Config
 from engine.models.errors import ModelError, unreadable
 from engine.models.families import build_spec, family_of
-from engine.models.names import Piece, place, split
+from engine.models.names import Piece, place, split, unnumbered
 from engine.models.scaled import Scaled
 from engine.models.spec import ModelSpec
 
@@ -134,7 +134,7 @@ class SafetensorsCheckpoint:
                 shape, kind = header
                 self._shapes[name] = (shape, self._dtype(name, kind))
             return parts
-        if parts or any(local.startswith(prefix) for prefix in self._family.SKIP) or name.endswith(scaled.UNUSED):
+        if parts or any(unnumbered(local).startswith(prefix) for prefix in self._family.SKIP) or name.endswith(scaled.UNUSED):
             self._skipped.append(name)
             return []
         raise ModelError(

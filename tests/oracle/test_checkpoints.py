@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.errors import ModelError
 from engine.models.load import load_model
 from tests.support.oracle import assert_close, driver, tokens, truth
 from tests.support.tiny import make_tiny
@@ -72,6 +73,20 @@ def test_text_part_of_a_vision_model(tmp_path, kernels, caplog) -> None:
         "mtp.layers.0.input_layernorm.weight",
     )
     assert "left out 2 tensors" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_rotary_frequencies_of_every_layer_are_left_out(kind, tmp_path, kernels) -> None:
+    """As Llama 2, Moonlight and Kimi-K2 carry them; what is like them and has no place is refused."""
+    make_tiny(kind, tmp_path)
+    held, before = load_file(tmp_path / "model.safetensors"), load_model(tmp_path, kernels.ops)
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(3)]
+    rewrite(tmp_path, held | {name: torch.ones(4) for name in names})
+    loaded = load_model(tmp_path, kernels.ops)
+    assert loaded.info.skipped == tuple(names) and loaded.info.identity == before.info.identity
+    rewrite(tmp_path, held | {"model.layers.1.self_attn.rotary_emb.scale": torch.ones(4)})
+    with pytest.raises(ModelError, match="rotary_emb.scale' is not part of"):
+        load_model(tmp_path, kernels.ops)
 
 
 def test_eos_ids_come_from_both_configs(tmp_path, kernels) -> None:

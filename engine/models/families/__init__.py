@@ -29,7 +29,7 @@ from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpe
 class Family(Protocol):
     MODEL_TYPES: tuple[str, ...]
     NAMES: dict[str, str]  # checkpoint name -> canonical name, see `models.names`
-    SKIP: dict[str, str]  # name, or prefix of names -> what it is; such tensors are left out and reported
+    SKIP: dict[str, str]  # name, or prefix of names, `{L}` for numbers -> what it is; such tensors are left out and reported
 
     def spec(self, config: Config) -> ModelSpec: ...
 

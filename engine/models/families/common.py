@@ -38,6 +38,7 @@ LATENT = {
         "o_proj": "o",
     }.items()
 }
+ROTARY = {"layers.{L}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed here"}  # for `SKIP`: saved by older code
 LATENT_SPLITS = {"layers.{L}.self_attn.kv_b_proj.weight": kv_b_rows}
 MLP = {f"layers.{{L}}.mlp.{name}_proj.weight": f"mlp.{name}" for name in ("gate", "up", "down")}
 MOE = {

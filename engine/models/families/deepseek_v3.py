@@ -11,6 +11,7 @@ from engine.models.families.common import (
     LATENT_SPLITS,
     MLP,
     MOE,
+    ROTARY,
     SHARED_EXPERTS,
     SKELETON,
     activation,
@@ -23,7 +24,7 @@ from engine.models.spec import LayerSpec, ModelSpec, MoeSpec
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 NAMES = SKELETON | LATENT | MLP | MOE | CORRECTED_ROUTER | SHARED_EXPERTS
 SPLITS = LATENT_SPLITS
-SKIP: dict[str, str] = {}
+SKIP = ROTARY  # Kimi-K2 and Moonlight have them
 
 
 def spec(config: Config) -> ModelSpec:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.models.config import Config
-from engine.models.families.common import ATTENTION, MLP, SKELETON, attention, dense_mlp, layer_count, layer_kinds
+from engine.models.families.common import ATTENTION, MLP, ROTARY, SKELETON, attention, dense_mlp, layer_count, layer_kinds
 from engine.models.spec import LayerSpec, ModelSpec
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 NAMES = SKELETON | ATTENTION | MLP
-SKIP = {"layers.{L}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed here"}
+SKIP = ROTARY  # Llama 1 and 2 as first published
 
 
 def spec(config: Config) -> ModelSpec:
