@@ -56,9 +56,9 @@ SHAPES = {
 }
 
 
-def check(kind: str, stored: Type, directory: Path, kernels) -> None:
+def check(kind: str, stored: Type, directory: Path, kernels, **how: bool) -> None:
     model = make_tiny(kind, directory / "hf", **SHAPES[kind])
-    write_gguf(model, directory / "model.gguf", stored)
+    write_gguf(model, directory / "model.gguf", stored, **how)
     loaded = load_model(directory / "model.gguf", kernels.ops)
     steps, prompt = Driver(Decoder(loaded.spec, loaded.weights, kernels.ops), kernels.kv_dtype), tokens(70)
     assert loaded.info.types.get(stored.name, 0) > 0 or stored in (Type.F32, Type.F16, Type.BF16)
@@ -69,6 +69,28 @@ def check(kind: str, stored: Type, directory: Path, kernels) -> None:
 @pytest.mark.parametrize("kind", sorted(SHAPES))
 def test_architectures(kind, tmp_path, kernels) -> None:
     check(kind, Type.Q8_0, tmp_path, kernels)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_of_older_files(kind, tmp_path, kernels) -> None:
+    """One matrix for keys and values of all heads: the same weights and bits as in two, where nothing is rounded."""
+    model, prompt, found = make_tiny(kind, tmp_path / "hf", **SHAPES[kind]), tokens(70), []
+    for name in ("whole", "split"):
+        write_gguf(model, tmp_path / f"{name}.gguf", Type.BF16, whole_kv=name == "whole")
+        names = [tensor.name for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors]
+        assert ("blk.0.attn_kv_b.weight" in names) == (name == "whole") != ("blk.0.attn_k_b.weight" in names)
+        loaded = load_model(tmp_path / f"{name}.gguf", kernels.ops)
+        steps = Driver(Decoder(loaded.spec, loaded.weights, kernels.ops), kernels.kv_dtype)
+        found.append((loaded, steps.chunks(1, prompt, [33, 20, 1])))
+    (whole, ours), (split, theirs) = found
+    assert whole.spec == split.spec and torch.equal(ours, theirs)
+    for part in ("k_b", "v_b"):
+        assert torch.equal(whole.weights[f"1.mla.{part}"], split.weights[f"1.mla.{part}"])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_of_older_files_in_blocks(kind, tmp_path, kernels) -> None:
+    check(kind, Type.Q8_0, tmp_path, kernels, whole_kv=True)
 
 
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K]

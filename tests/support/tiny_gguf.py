@@ -32,15 +32,17 @@ def write_gguf(
     kind: Type = Type.F32,
     arrays: dict[str, list] | None = None,
     others: dict[str, Type] | None = None,
+    whole_kv: bool = False,
 ) -> None:
     """Save a transformers model as GGUF, matrices as `kind`; the model's weights then become what the file holds.
 
-    `others`: tensors of another kind, by their name in the file without `.weight`.
+    `others`: tensors of another kind, by their name in the file without `.weight`. `whole_kv`: latent attention as
+    converters wrote it before they split `attn_kv_b`.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    _metadata(writer, config)
+    _metadata(writer, config, whole_kv)
     for name, values in (arrays or {}).items():
         writer.add_array(f"tokenizer.ggml.{name}", values)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
@@ -48,7 +50,7 @@ def write_gguf(
         for name, tensor in model.state_dict().items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            for ours, part, view in _convert(name, tensor, config):
+            for ours, part, view in _convert(name, tensor, config, whole_kv):
                 target = names.get_name(ours, try_suffixes=(".weight", ".bias"))
                 assert target, f"gguf knows no name for {ours}"
                 array = np.ascontiguousarray(part.float().numpy())
@@ -82,7 +84,7 @@ def random_blocks(shape: tuple[int, ...], kind: Type, seed: int = 0) -> np.ndarr
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _metadata(writer: gguf.GGUFWriter, config) -> None:
+def _metadata(writer: gguf.GGUFWriter, config, whole_kv: bool) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer.add_block_count(config.num_hidden_layers)
@@ -91,8 +93,12 @@ def _metadata(writer: gguf.GGUFWriter, config) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     latent = getattr(config, "kv_lora_rank", None)
-    writer.add_key_length(latent + head if latent else head)
-    writer.add_value_length(latent or head)
+    if latent and whole_kv:
+        writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_key_length(latent + head if latent else head)
+        writer.add_value_length(latent or head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
@@ -106,7 +112,7 @@ def _metadata(writer: gguf.GGUFWriter, config) -> None:
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if getattr(config, "kv_lora_rank", None):
-        _latent_metadata(writer, config, rope)
+        _latent_metadata(writer, config, rope, whole_kv)
     if getattr(config, "linear_num_key_heads", None):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -115,9 +121,10 @@ def _metadata(writer: gguf.GGUFWriter, config) -> None:
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
 
 
-def _latent_metadata(writer: gguf.GGUFWriter, config, rope: dict) -> None:
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
+def _latent_metadata(writer: gguf.GGUFWriter, config, rope: dict, whole_kv: bool) -> None:
+    if not whole_kv:
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
     writer.add_kv_lora_rank(config.kv_lora_rank)
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
@@ -137,7 +144,7 @@ def _latent_metadata(writer: gguf.GGUFWriter, config, rope: dict) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
-def _convert(name: str, tensor: torch.Tensor, config):
+def _convert(name: str, tensor: torch.Tensor, config, whole_kv: bool):
     """(name for the map, values to store, how to write what was stored back into the model) of one state-dict entry."""
     if "experts.gate_up_proj" in name:
         half = tensor.shape[1] // 2
@@ -146,7 +153,7 @@ def _convert(name: str, tensor: torch.Tensor, config):
             (f"{base}gate_proj.weight", tensor[:, :half], tensor[:, :half].copy_),
             (f"{base}up_proj.weight", tensor[:, half:], tensor[:, half:].copy_),
         ]
-    if name.endswith("kv_b_proj.weight"):
+    if name.endswith("kv_b_proj.weight") and not whole_kv:
         heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)  # [Hq, Dn + Dv, R]
         k, v = heads.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         base = name.removesuffix("kv_b_proj.weight")
