@@ -13,7 +13,7 @@ constexpr IsaInfo ISAS[] = {{Isa::BASE, "base"}, {Isa::AVX2, "avx2"}, {Isa::AVX5
 constexpr int NUMERICS = 5;
 
 // Raised whenever a function of the module takes or returns something else: `engine/kernels/cpu.py` names the number it calls.
-constexpr int ABI = 6;
+constexpr int ABI = 7;
 
 // The best set this build and this machine have in common. AMX counts only if the kernel grants the tile state.
 Isa best_isa();

@@ -89,6 +89,48 @@ void Ops::attention_half(const AttentionHalf& a, const Stream& s, const Rotation
     add(s.x, result, n * a.norm.width);
 }
 
+void Ops::latent_half(const LatentHalf& a, const Stream& s, const Rotation& rope, uint16_t* pages, const Sequences& seq) {
+    std::lock_guard held(halves_);
+    const int64_t n = s.n, heads = a.heads, rank = a.rank, row = rank + a.turned, head = a.plain + a.turned, half = rope.rot / 2;
+    const int64_t width = a.in.width, first = width - row;
+    const float* wide = fan(a.in, normed(a.norm, s), n);
+    const float* q = wide;
+    if (a.q_norm) {
+        float* latent = room(FIRST, n * first);
+        {
+            auto pool = pool_.hold();
+            rows(n, first, [&](int64_t r) { kernels_.rms_norm(wide + r * width, a.q_norm, a.eps, false, latent + r * first, first); });
+        }
+        float* made = room(SECOND, n * a.q.rows);
+        linear(latent, n, a.q, nullptr, made);
+        q = made;
+    }
+    const int64_t apart = a.q_norm ? a.q.rows : width; // rows of q
+    float *key = room(THIRD, n * row), *plain = room(FOURTH, n * heads * a.plain), *queries = room(HEADS, n * heads * row);
+    {
+        auto pool = pool_.hold();
+        rows(n, heads * head + row, [&](int64_t r) {
+            auto turn = [&](const float* from, float* to) {
+                kernels_.rope(from, rope.cos + r * half, rope.sin + r * half, a.interleaved, to, 1, a.turned, rope.rot);
+            };
+            const float *latent = wide + r * width + first, *own = q + r * apart;
+            kernels_.rms_norm(latent, a.kv_norm, a.eps, false, key + r * row, rank);
+            turn(latent + rank, key + r * row + rank);
+            for (int64_t h = 0; h < heads; h++, own += head) {
+                memcpy(plain + (r * heads + h) * a.plain, own, a.plain * sizeof(float));
+                turn(own + a.plain, queries + (r * heads + h) * row + rank);
+            }
+        });
+    }
+    heads_linear(plain, n, a.heads, a.keys, queries, row);
+    float* mixed = room(MIXED, n * heads * rank);
+    attention(AttentionJob{queries, pages, pages, mixed, a.heads, 1, (int)row, a.scale, 0, a.rank}, key, nullptr, seq);
+    float *values = room(FIRST, n * heads * a.values.rows), *result = room(RESULT, n * a.norm.width);
+    heads_linear(mixed, n, a.heads, a.values, values);
+    linear(values, n, a.out, nullptr, result);
+    add(s.x, result, n * a.norm.width);
+}
+
 void Ops::delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
                      int sequences, const int32_t* kept) {
     std::lock_guard held(halves_);

@@ -43,6 +43,20 @@ struct Rotation {
     int rot;
 };
 
+struct LatentHalf {
+    Norm norm;
+    Fan in; // q or the latent that queries come from; the latent of keys and values, and behind it the key all heads share
+    const float* q_norm; // [q.cols] or null: q comes out of `in`
+    Matrix q;            // [heads * (plain + turned), q.cols]
+    const float* kv_norm; // [rank]
+    float eps;            // of the latents' norms
+    Matrix keys, values;  // of head 0, the others follow: [rank, plain], [value, rank]
+    Matrix out;
+    int heads, rank, plain, turned; // of a head of q: elements that are not rotated, elements that are
+    float scale;
+    bool interleaved;
+};
+
 struct DeltaHalf {
     Norm norm;
     Fan in; // qkv, z, b, a

@@ -29,6 +29,13 @@ template <class Half> struct Bound {
         kept.push_back(w.first);
         return m;
     }
+    Matrix heads(const Typed& w, const char* name, int64_t heads, int64_t rows, int64_t cols) { // a matrix for each head
+        int64_t found;
+        const Matrix m = matrix(w.first, name, w.second, 3, cols, &found);
+        if (found != heads || (rows >= 0 && m.rows != rows)) fail(std::string(name) + ": has not the shape of the heads");
+        kept.push_back(w.first);
+        return m;
+    }
     Experts experts(const Typed& w, const char* name, int64_t cols, int64_t& count) {
         const Experts all = experts_of(w.first, name, w.second, cols, count);
         kept.push_back(w.first);
@@ -71,6 +78,7 @@ template <class Half> Bound<Half>* start(Ops& ops, nb::object norm, float eps) {
 }
 
 using Attention = Bound<AttentionHalf>;
+using Latent = Bound<LatentHalf>;
 using Delta = Bound<DeltaHalf>;
 using Mlp = Bound<MlpHalf>;
 using Moe = Bound<MoeHalf>;
@@ -113,6 +121,43 @@ void run_attention(const Attention& b, H x_, H added_, H cos_, H sin_, H kp_, H 
     release r;
     b.ops.attention_half(a, s, rope, (uint16_t*)kp.data, (uint16_t*)vp.data,
                          Sequences{cu.i(), start.i(), pages.i(), nullptr, (int)n, (int)pages.shape[1]});
+}
+
+Latent* latent_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>& parts, nb::object q_norm, const Typed& q, nb::object kv_norm,
+                    float own_eps, const Typed& keys, const Typed& values, const Typed& out, int heads, int rank, int plain, int turned,
+                    float scale, bool interleaved) {
+    Owned<Latent> b(start<LatentHalf>(ops, std::move(norm), eps));
+    if (heads < 1 || rank < 1 || plain < 1 || turned < 0) fail("heads: sizes must be positive");
+    if (rank + turned > 1024) fail("rank: a row must have 1..1024 elements");
+    const int64_t wide = (int64_t)heads * (plain + turned), row = rank + turned;
+    const int64_t first = q_norm.is_none() ? wide : tensor(q_norm, "q_norm", F32, {-1}).shape[0];
+    b->fan(parts, {}, first + row);
+    LatentHalf& a = b->half;
+    a.q_norm = b->vector(std::move(q_norm), "q_norm", first);
+    if (a.q_norm) a.q = b->held(q, "q", 2, first);
+    if (a.q_norm && a.q.rows != wide) fail("q: expected " + std::to_string(wide) + " rows");
+    a.kv_norm = b->needed(std::move(kv_norm), "kv_norm", rank), a.eps = own_eps;
+    a.keys = b->heads(keys, "keys", heads, rank, plain), a.values = b->heads(values, "values", heads, -1, rank);
+    a.out = b->back(out, "out", heads * a.values.rows);
+    a.heads = heads, a.rank = rank, a.plain = plain, a.turned = turned, a.scale = scale, a.interleaved = interleaved;
+    return b.release();
+}
+
+void run_latent(const Latent& b, H x_, H added_, H cos_, H sin_, H held_, H cu_, H start_, H pages_) {
+    const LatentHalf& a = b.half;
+    const Stream s = b.stream(x_, added_);
+    const Tensor cos = tensor(cos_, "cos", F32, {s.n, -1}), sin = tensor(sin_, "sin", F32, {s.n, cos.shape[1]});
+    if (2 * cos.shape[1] > a.turned) fail("cos: rotates more than the head holds");
+    const Tensor held = tensor(held_, "held", BF16, {-1, 1, PAGE, a.rank + a.turned});
+    const Tensor cu = tensor(cu_, "cu", I32, {-1});
+    check_segments(cu, s.n);
+    const int64_t n = cu.shape[0] - 1;
+    const Tensor start = tensor(start_, "start", I32, {n}), pages = tensor(pages_, "pages", I32, {n, -1});
+    check_pages(cu, start, pages, held.shape[0], 0);
+    if (!s.n) return;
+    release r;
+    b.ops.latent_half(a, s, Rotation{cos.f(), sin.f(), 2 * (int)cos.shape[1]}, (uint16_t*)held.data,
+                      Sequences{cu.i(), start.i(), pages.i(), nullptr, (int)n, (int)pages.shape[1]});
 }
 
 Delta* delta_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>& parts, nb::object conv, nb::object dt_bias, nb::object a_log,
@@ -206,6 +251,9 @@ void bind_halves(nb::module_& m, nb::class_<Ops>& ops) {
     nb::class_<Attention>(m, "AttentionHalf")
         .def("__call__", &run_attention, nb::arg("x"), nb::arg("added").none(), nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("k"),
              nb::arg("v"), nb::arg("cu"), nb::arg("start"), nb::arg("pages"));
+    nb::class_<Latent>(m, "LatentHalf")
+        .def("__call__", &run_latent, nb::arg("x"), nb::arg("added").none(), nb::arg("cos"), nb::arg("sin"), nb::arg("held"), nb::arg("cu"),
+             nb::arg("start"), nb::arg("pages"));
     nb::class_<Delta>(m, "DeltaHalf")
         .def("__call__", &run_delta, nb::arg("x"), nb::arg("added").none(), nb::arg("conv"), nb::arg("s"), nb::arg("cu"), nb::arg("slot"),
              nb::arg("kept").none() = nb::none());
@@ -217,6 +265,9 @@ void bind_halves(nb::module_& m, nb::class_<Ops>& ops) {
     ops.def("attention_half", &attention_half, nb::arg("norm"), nb::arg("eps"), nb::arg("parts"), nb::arg("biases"), nb::arg("q_norm").none(),
             nb::arg("k_norm").none(), nb::arg("out"), nb::arg("out_bias").none(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"),
             nb::arg("scale"), nb::arg("window"), nb::arg("gate"), nb::arg("interleaved"))
+        .def("latent_half", &latent_half, nb::arg("norm"), nb::arg("eps"), nb::arg("parts"), nb::arg("q_norm").none(), nb::arg("q"), nb::arg("kv_norm"),
+             nb::arg("own_eps"), nb::arg("keys"), nb::arg("values"), nb::arg("out"), nb::arg("heads"), nb::arg("rank"), nb::arg("plain"),
+             nb::arg("turned"), nb::arg("scale"), nb::arg("interleaved"))
         .def("delta_half", &delta_half)
         .def("mlp_half", &mlp_half)
         .def("moe_half", &moe_half, nb::arg("norm"), nb::arg("eps"), nb::arg("parts"), nb::arg("experts"), nb::arg("k"), nb::arg("sigmoid"),

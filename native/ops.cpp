@@ -206,8 +206,9 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
         });
 }
 
-void Ops::heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out) {
+void Ops::heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out, int64_t apart) {
     auto held = pool_.hold();
+    apart = apart ? apart : w.rows;
     const size_t panel = aligned(kernels_.panel_bytes(n, w.cols)), scratch = kernels_.linear_scratch(w.format, w.cols);
     uint8_t* panels = (uint8_t*)pool_.shared(PANEL, heads * panel);
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
@@ -221,7 +222,7 @@ void Ops::heads_linear(const float* x, int64_t n, int heads, const Matrix& w, fl
         const int64_t h = task / each, r = task % row_tasks * WEIGHT_ROWS, t = task % each / row_tasks * TOKENS;
         const int count = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
         const Matrix m{w.format, w.data + h * w.rows * w.stride, w.rows, w.cols, w.stride};
-        const LinearJob job{m, panels + h * panel, n, nullptr, out + h * w.rows, heads * w.rows};
+        const LinearJob job{m, panels + h * panel, n, nullptr, out + h * apart, heads * apart};
         const uint8_t* next = r + count < w.rows || h + 1 < heads ? m.data + (r + count) * w.stride : nullptr;
         kernels_.linear(job, t, std::min<int64_t>(TOKENS, n - t), r, count, next, pool_.local(thread, 0, scratch));
     });

@@ -31,8 +31,9 @@ public:
     void moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out);
     // v null: values are part of the keys, see AttentionJob
     void attention(AttentionJob job, const float* k, const float* v, const Sequences& s);
-    // a matrix for each head: x [n, heads, w.cols] -> out [n, heads, w.rows]; w is that of head 0, the others follow it
-    void heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out);
+    // a matrix for each head: x [n, heads, w.cols] -> out [n, heads, w.rows]; w is that of head 0, the others follow it; heads of out
+    // lie `apart` apart, 0: one behind the other
+    void heads_linear(const float* x, int64_t n, int heads, const Matrix& w, float* out, int64_t apart = 0);
     void delta_net(DeltaJob job, int64_t tokens);
     void rms_norm(const float* x, const float* w, float eps, bool plus_one, float* out, int64_t rows, int64_t n);
     void gated_norm(const float* x, const float* z, const float* w, float eps, float* out, int64_t rows, int64_t n);
@@ -51,6 +52,7 @@ public:
     static constexpr int ROLES = 10;
     void attention_half(const AttentionHalf& a, const Stream& s, const Rotation& rope, uint16_t* k_pages, uint16_t* v_pages,
                         const Sequences& seq);
+    void latent_half(const LatentHalf& a, const Stream& s, const Rotation& rope, uint16_t* pages, const Sequences& seq);
     void delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
                     int sequences, const int32_t* kept);
     void mlp_half(const MlpHalf& m, const Stream& s);

@@ -10,7 +10,9 @@ from engine.kernels.ops import (
     Added,
     AttentionHalf,
     DeltaHalf,
+    Half,
     KVLayer,
+    LatentHalf,
     MlpHalf,
     MoeHalf,
     Quant,
@@ -46,6 +48,24 @@ class CpuJoined:
             run(x, added, cos, sin, kv.k, kv.v, seg.cu, seg.start, seg.pages)
 
         return attention
+
+    def latent(self, half: LatentHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]:
+        spec = half.spec
+        norm, q = half.queries or (None, None)
+        run = self._native.latent_half(
+            *_start(half),
+            floats(norm),
+            NOTHING if q is None else stored(q),
+            floats(half.kv_norm),
+            spec.norm_eps,
+            *(stored(weight) for weight in (half.keys, half.values, half.out)),
+            *(spec.heads, spec.rank, spec.nope_dim, spec.rope_dim, spec.scale, spec.rope.interleaved),
+        )
+
+        def latent(x: torch.Tensor, added: Added, rope: Rope, kv: KVLayer, seg: Segments) -> None:
+            run(x, added, *rope, kv.k, seg.cu, seg.start, seg.pages)
+
+        return latent
 
     def delta_net(self, half: DeltaHalf) -> Callable[[torch.Tensor, Added, StateLayer, Segments], None]:
         spec, rule = half.spec, (floats(half.rule[name]) for name in ("conv", "dt_bias", "a_log"))
@@ -88,7 +108,7 @@ class CpuMoe:
         return out, ids, weights, always
 
 
-def _start(half: AttentionHalf | DeltaHalf | MlpHalf | MoeHalf) -> tuple[torch.Tensor, float, list[tuple[torch.Tensor, str]]]:
+def _start(half: Half) -> tuple[torch.Tensor, float, list[tuple[torch.Tensor, str]]]:
     return half.norm, half.eps, [stored(part) for part in half.parts]
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from engine.models.spec import AttentionSpec, DeltaNetSpec, MlpSpec, MoeSpec
+from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, MlpSpec, MoeSpec
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,16 @@ class AttentionHalf(Half):
 
 
 @dataclass(frozen=True)
+class LatentHalf(Half):
+    spec: LatentSpec
+    queries: tuple[torch.Tensor, Weight] | None  # norm of the latent they come from, and what makes them of it
+    kv_norm: torch.Tensor
+    keys: Weight  # [Hq, R, Dn]
+    values: Weight  # [Hq, Dv, R]
+    out: Weight
+
+
+@dataclass(frozen=True)
 class DeltaHalf(Half):
     spec: DeltaNetSpec
     rule: dict[str, torch.Tensor]  # as `Ops.delta_net` takes them
@@ -140,6 +150,8 @@ class Joined(Protocol):
     """
 
     def attention(self, half: AttentionHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]: ...
+
+    def latent(self, half: LatentHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]: ...
 
     def delta_net(self, half: DeltaHalf) -> Callable[[torch.Tensor, Added, StateLayer, Segments], None]: ...
 

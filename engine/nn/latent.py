@@ -6,29 +6,41 @@ One arithmetic for prefill and decode, so that a row's bits do not depend on how
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
-from engine.kernels.ops import KVLayer, Ops, Segments, Weight
+from engine.kernels.ops import KVLayer, LatentHalf, Ops, Rope, Segments, Weight
 from engine.models.spec import LatentSpec
 
 
+class Projections(Protocol):
+    """x [T, H] -> queries (or the latent they come from) and the latent of keys and values, before its norm."""
+
+    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def stored(self) -> tuple[tuple[Weight, ...], tuple[torch.Tensor | None, ...]]:
+        """The matrices a product reads, and their biases."""
+
+
 class LatentAttention:
-    """`project`: x [T, H] -> queries (or the latent they come from) and the latent of keys and values, before its norm.
+    """`weights` holds the layer's `mla.*`."""
 
-    `weights` holds the layer's `mla.*`.
-    """
-
-    def __init__(
-        self,
-        spec: LatentSpec,
-        weights: Mapping[str, Weight],
-        ops: Ops,
-        project: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-    ) -> None:
+    def __init__(self, spec: LatentSpec, weights: Mapping[str, Weight], ops: Ops, project: Projections) -> None:
         self._spec, self._ops, self._project = spec, ops, project
         self._kv_norm, self._k_b, self._v_b, self._o = (weights[name] for name in ("kv_a_norm", "k_b", "v_b", "o"))
         self._queries = (weights["q_a_norm"], weights["q_b"]) if spec.q_rank else None
+
+    def join(self, norm: torch.Tensor, eps: float) -> Callable[..., None]:
+        parts, rope = self._project.stored[0], self._spec.rope
+        half = LatentHalf(norm, eps, parts, self._spec, self._queries, self._kv_norm, self._k_b, self._v_b, self._o)
+        run = self._ops.joined.latent(half)
+
+        def latent(x: torch.Tensor, added: torch.Tensor | None, ropes: dict[object, Rope], kv: KVLayer, seg: Segments) -> None:
+            run(x, added, ropes[rope], kv, seg)
+
+        return latent
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]

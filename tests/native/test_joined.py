@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 
 from engine.experts.recording import Recording
 from engine.kernels.cpu import CpuOps
-from engine.kernels.ops import AttentionHalf, KVLayer, MlpHalf, MoeHalf
+from engine.kernels.ops import AttentionHalf, KVLayer, LatentHalf, MlpHalf, MoeHalf
 from engine.models.load import load_model
-from engine.models.spec import AttentionSpec, MlpSpec, MoeSpec
+from engine.models.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, RopeSpec
 from engine.nn.batch import Batch, Cache
 from engine.nn.decoder import Decoder
 from engine.nn.experts import InPlace, expert_banks
@@ -21,6 +22,7 @@ from tests.native.helpers import segments
 from tests.support.oracle import tokens
 from tests.support.steps import Driver
 from tests.support.tiny import KINDS, make_tiny
+from tests.support.tiny_gguf import write_gguf
 
 LENGTH = 97  # more than a page and no multiple of anything
 
@@ -71,12 +73,28 @@ def test_a_step_has_the_bits_of_its_operations(checkpoint, fused, threads) -> No
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(asked.calls, noted.calls, strict=True))
 
 
-def test_every_instruction_set_has_the_bits_of_its_operations(isa, tmp_path) -> None:
-    make_tiny("qwen3_next", tmp_path, torch.bfloat16)
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_every_instruction_set_has_the_bits_of_its_operations(isa, kind, tmp_path) -> None:
+    make_tiny(kind, tmp_path, torch.bfloat16)
     ops, plain = CpuOps(1, isa), OneByOne(1, isa)
     loaded = load_model(tmp_path, ops)
     with torch.inference_mode():
         assert torch.equal(*(logits(Decoder(loaded.spec, loaded.weights, o)) for o in (ops, plain)))
+
+
+@pytest.mark.parametrize("stored", [Type.Q8_0, Type.Q4_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_in_blocks_has_the_bits_of_its_operations(kind, stored, tmp_path) -> None:
+    """GGUF files keep the matrices of the heads in blocks, and queries come straight from x or from a latent."""
+    sizes = {"hidden_size": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    sizes |= {"intermediate_size": 96, "moe_intermediate_size": 32, "rope_parameters": None}
+    model = make_tiny(kind, tmp_path, torch.float32, **sizes, q_lora_rank=None if kind == "deepseek_v2" else 64)
+    write_gguf(model, tmp_path / "model.gguf", stored)
+    ops = CpuOps(1)
+    loaded = load_model(tmp_path / "model.gguf", ops)
+    assert loaded.weights["0.mla.k_b"].type == loaded.weights["0.mla.v_b"].type == stored.name
+    with torch.inference_mode():
+        assert torch.equal(*(logits(Decoder(loaded.spec, loaded.weights, o)) for o in (ops, OneByOne(1))))
 
 
 class Keeping:
@@ -145,6 +163,68 @@ def test_weights_are_checked_when_they_are_bound(ops, changes, name) -> None:
         return
     with pytest.raises(ValueError, match=f"^{name}:"):
         ops.joined.attention(attention_half(**changes))
+
+
+LATENT = LatentSpec(heads=3, q_rank=12, rank=20, nope_dim=6, rope_dim=4, value_dim=5, scale=1.0, rope=RopeSpec(4, 1e4))
+
+
+def latent_half(**changes) -> LatentHalf:
+    weights = {
+        "norm": torch.ones(16),
+        "eps": 1e-6,
+        "parts": (torch.randn(12 + 24, 16),),
+        "spec": LATENT,
+        "queries": (torch.ones(12), torch.randn(30, 12)),
+        "kv_norm": torch.ones(20),
+        "keys": torch.randn(3, 20, 6),
+        "values": torch.randn(3, 5, 20),
+        "out": torch.randn(16, 15),
+    }
+    return LatentHalf(**weights | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"parts": (torch.randn(35, 16),)}, "parts"),
+        ({"queries": None}, "parts"),
+        ({"queries": (torch.ones(11), torch.randn(30, 12))}, "parts"),
+        ({"queries": (torch.ones(12), torch.randn(29, 12))}, "q"),
+        ({"kv_norm": torch.ones(24)}, "kv_norm"),
+        ({"keys": torch.randn(2, 20, 6)}, "keys"),
+        ({"keys": torch.randn(3, 24, 6)}, "keys"),
+        ({"values": torch.randn(3, 5, 24)}, "values"),
+        ({"out": torch.randn(16, 16)}, "out"),
+        ({"spec": replace(LATENT, rank=1021)}, "rank"),
+        ({"queries": None, "parts": (torch.randn(30 + 24, 16),)}, None),
+        ({}, None),
+    ],
+)
+def test_weights_of_latent_attention_are_checked_when_they_are_bound(ops, changes, name) -> None:
+    if name is None:
+        ops.joined.latent(latent_half(**changes))
+        return
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        ops.joined.latent(latent_half(**changes))
+
+
+def test_a_step_of_latent_attention_is_checked_and_changes_nothing_when_it_is_wrong(ops) -> None:
+    run = ops.joined.latent(latent_half())
+    kv = KVLayer(torch.zeros(2, 1, 64, 24, dtype=torch.bfloat16), None)
+    x, seg, turn = torch.randn(3, 16), segments([0, 3], [0], [[1]], [0]), (torch.ones(3, 2), torch.ones(3, 2))
+    before = x.clone()
+    wrong = [
+        ("x", (torch.randn(3, 15), None, turn, kv, seg)),
+        ("cos", (x, None, (torch.ones(3, 3), torch.ones(3, 3)), kv, seg)),
+        ("sin", (x, None, (torch.ones(3, 2), torch.ones(3, 1)), kv, seg)),
+        ("cu", (x, None, turn, kv, segments([0, 2], [0], [[1]], [0]))),
+        ("pages", (x, None, turn, kv, segments([0, 3], [0], [[2]], [0]))),
+        ("held", (x, None, turn, KVLayer(kv.k[..., :20].contiguous(), None), seg)),
+    ]
+    for name, arguments in wrong:
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            run(*arguments)
+    assert torch.equal(x, before) and not kv.k.any()
 
 
 def test_other_halves_are_checked_too(ops) -> None:

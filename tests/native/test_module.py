@@ -157,8 +157,8 @@ def test_the_interface_number_is_of_these_signatures() -> None:
     """When a function takes other arguments: raise ABI in native/cpu.h and cpu.py, and put the new digest here."""
     native = Path(__file__).resolve().parents[2] / "native"
     source = "\n".join(path.read_text() for path in sorted(native.glob("module*.cpp")))
-    pattern = r"^[\w:]+\*? \w+\((?:Ops&|int|Logits|(?:const )?(?:Attention|Delta|Mlp|Moe)&) [^{]*\{"
+    pattern = r"^[\w:]+\*? \w+\((?:Ops&|int|Logits|(?:const )?(?:Attention|Latent|Delta|Mlp|Moe)&) [^{]*\{"
     pattern += r"|m\.(?:def|attr)\(\"\w+\"|\.def\w*\((?:[^;]*?)\)(?=\n)"
     signatures = re.findall(pattern, source, re.M)
     digest = hashlib.sha256("\n".join(" ".join(text.split()) for text in signatures).encode()).hexdigest()[:16]
-    assert (cpu.ABI, digest) == (6, "a9222736791b5dff"), signatures
+    assert (cpu.ABI, digest) == (7, "3df450027c64c80d"), signatures
