@@ -34,7 +34,7 @@ def config(own: Config) -> dict[str, object]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": head - rotated,
         "v_head_dim": own.int("attention.value_length_mla", None) or own.int("attention.value_length"),
-        "q_lora_rank": own.int("attention.q_lora_rank", None),
+        "q_lora_rank": own.natural("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": own.int("attention.kv_lora_rank"),
         "n_routed_experts": own.int("expert_count"),
         "n_shared_experts": own.natural("expert_shared_count", 0),

@@ -174,13 +174,18 @@ def test_what_a_layer_spends_outside_of_its_kernels(load) -> None:
     assert found["step_outside_kernels"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("shape", "kind"), [("qwen3moe", "Q4_K_M"), ("qwen35moe", "BF16")])
+@pytest.mark.parametrize(("shape", "kind"), [("qwen3moe", "Q4_K_M"), ("qwen35moe", "BF16"), ("deepseek2", "Q8_0")])
 def test_a_made_up_model_loads_as_its_family(load, monkeypatch, tmp_path, shape: str, kind: str) -> None:
     from engine.models.load import open_complete  # before `load` puts a bench of that name in the way
     from engine.text.tokenizer import load_tokenizer
 
     make = load("make_gguf")
-    for name, value in {"EXPERTS": 8, "HIDDEN": 256, "VOCAB": 4352}.items():  # the real ones would be gigabytes
+    for name, value in {
+        "EXPERTS": 8,
+        "LITE_EXPERTS": 8,
+        "HIDDEN": 256,
+        "VOCAB": 4352,
+    }.items():  # the real ones would be gigabytes
         monkeypatch.setattr(make, name, value)
     out = tmp_path / "model.gguf"
     monkeypatch.setattr(sys, "argv", ["make_gguf.py", shape, kind, str(out), "--layers", "4"])
