@@ -1,7 +1,9 @@
 """How far property tests search: the same examples in every run, or new ones."""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Triton's interpreter runs the GPU kernels on the processor. That is decided when triton is imported, so here, before any test.
@@ -14,3 +16,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("fixed"), derandomize=False, print_blob=True, max_examples=500)
 settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: what two processes share at the end, test by test, should be small (`ops/test`)."""
+    slow: set[Path] = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
