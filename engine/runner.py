@@ -1,4 +1,4 @@
-"""Runs one step: the scheduler's chunks become a `Batch`, the logits become sampled tokens and log probabilities."""
+"""Runs one step: the scheduler's chunks become a `Flat` batch, the logits become sampled tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.ipc import RequestError, TokenLogprob
-from engine.kernels.ops import Segments
-from engine.nn.batch import PAGE, Batch
+from engine.nn.batch import Flat
 from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, no_token, penalize, uniform
 from engine.sequence import Sequence
 from engine.step import Chunk, Outcome, Step
@@ -23,7 +22,8 @@ try:
 except ImportError:
     SAMPLING = False  # numpy does it
 
-Forward = Callable[[Batch], torch.Tensor]  # logits float32 [R, V] of the batch's `logit_rows`
+# logits float32 [R, V] of the rows that want them; an array holds them until the next step only
+Forward = Callable[[Flat], torch.Tensor | NDArray[np.float32]]
 
 
 class Runner:
@@ -32,51 +32,18 @@ class Runner:
 
     def run(self, step: Step) -> list[Outcome]:
         """One `Outcome` per chunk. Raises whatever the forward pass raises; a failure to sample stays with its sequence."""
-        with torch.inference_mode():
-            logits = self._forward(make_batch(step))
-        return read_logits(step, logits.cpu().numpy())
+        logits = self._forward(make_batch(step))
+        return read_logits(step, logits if isinstance(logits, np.ndarray) else logits.cpu().numpy())
 
 
-def make_batch(step: Step) -> Batch:
-    """Flatten the chunks; logit rows are each chunk's echo rows, then its last row when it samples.
-
-    All numbers but the page table travel in one array: a decode step has a handful, and each array of its own costs microseconds.
-    """
-    tokens: list[int] = []
-    positions: list[int] = []
-    borders = [0]
-    rows: list[int] = []
+def make_batch(step: Step) -> Flat:
+    """Wanted are the logits of each chunk's echo rows, then of its last row when it samples."""
+    pieces = []
     for chunk in step:
-        base = borders[-1] - chunk.start
-        tokens += chunk.seq.tokens[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        rows += [base + r for r in chunk.echo]
-        if chunk.sample:
-            rows.append(base + chunk.end - 1)
-        borders.append(base + chunk.end)
-    starts, slots = [c.start for c in step], [c.seq.lease.slot for c in step]
-    kept = _kept(step)
-    parts = (tokens, positions, borders, starts, slots, rows, kept)
-    flat = torch.from_numpy(np.array([number for part in parts for number in part], np.int32))
-    tokens_, positions_, cu, start, slot, rows_, kept_ = flat.split_with_sizes([len(part) for part in parts])
-    segments = Segments(cu, start, page_table(step), slot, kept_.view(-1, 2) if kept else None)
-    return Batch(tokens_, positions_, segments, rows_)
-
-
-def _kept(step: Step) -> list[int]:
-    """Rows and slot of every chunk, as `Segments.kept` has them; nothing when no chunk keeps a state on its way."""
-    if all(c.kept is None for c in step):
-        return []
-    return [number for c in step for number in ((c.kept.offset - c.start, c.kept.slot) if c.kept else (0, -1))]
-
-
-def page_table(step: Step) -> torch.Tensor:
-    """Pages in use by each chunk's sequence, int32 [S, P], -1 behind them."""
-    used = [-(-c.end // PAGE) for c in step]
-    table = np.full((len(step), max(used)), -1, np.int32)
-    for row, count, chunk in zip(table, used, step, strict=True):
-        row[:count] = chunk.seq.lease.pages[:count]
-    return torch.from_numpy(table)
+        seq, end, kept = chunk.seq, chunk.end, chunk.kept
+        wanted = (*chunk.echo, end - 1) if chunk.sample else tuple(chunk.echo)
+        pieces.append((seq.tokens, chunk.start, end, seq.lease.slot, seq.lease.pages, wanted, kept and (kept.offset, kept.slot)))
+    return Flat(pieces)
 
 
 def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
@@ -86,15 +53,18 @@ def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
     at = 0
     for chunk in step:
         echo = chunk.echo
-        tokens = [chunk.seq.tokens[r + 1] for r in echo]
-        top = chunk.seq.request.prompt_logprobs or 0
-        echoes.append([_logprob(row, token, top) for row, token in zip(logits[at:], tokens, strict=False)])
+        echoes.append(_echoed(chunk, logits[at : at + len(echo)]) if echo else [])
         at += len(echo) + chunk.sample
         if chunk.sample:
             last.append(at - 1)
     samplers = [c.seq for c in step if c.sample]
     sampled = iter(sample(logits if len(last) == len(logits) else logits[last], samplers))
     return [_outcome(chunk, echo, next(sampled) if chunk.sample else None) for chunk, echo in zip(step, echoes, strict=True)]
+
+
+def _echoed(chunk: Chunk, logits: NDArray[np.float32]) -> list[TokenLogprob]:
+    tokens, top = chunk.seq.tokens, chunk.seq.request.prompt_logprobs or 0
+    return [_logprob(row, tokens[r + 1], top) for row, r in zip(logits, chunk.echo, strict=True)]
 
 
 def _outcome(chunk: Chunk, echo: list[TokenLogprob], drawn: tuple[int, TokenLogprob | None] | NoToken | None) -> Outcome:

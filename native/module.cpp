@@ -229,5 +229,6 @@ NB_MODULE(_native, m) {
         .def("stream_read", &stream_read);
     bind_attention(ops);
     bind_halves(m, ops);
+    bind_chain(m, ops);
     bind_sampling(m);
 }

@@ -1,5 +1,5 @@
 // Python's door to half layers: their weights are checked once, when they are bound; a step brings x, its sequences and its cache.
-#include "tensors.h"
+#include "module_chain.h"
 
 #include <memory>
 #include <nanobind/stl/pair.h>
@@ -245,7 +245,49 @@ void choose(const Moe& b, H x_, H added_, H out_, H ids_, H weights_, H always_)
     b.ops.choose_half(m, s, out, ids, weights, always);
 }
 
+template <class B> const B* as(H half) { return nb::isinstance<B>(half) ? nb::cast<const B*>(half) : nullptr; }
+
 } // namespace
+
+Link link_of(H half, H first, H second, int64_t rope, Needs& needs) {
+    if (const auto* b = as<Attention>(half)) {
+        const AttentionHalf& a = b->half;
+        if (2 * rope > a.dim) fail("cos: rotates more than the head holds");
+        const Tensor kp = tensor(first, "k pages", BF16, {-1, a.kv_heads, PAGE, a.dim}), vp = tensor(second, "v pages", BF16, {kp.shape[0], a.kv_heads, PAGE, a.dim});
+        needs.attention(kp.shape[0], a.window);
+        return [b, kp, vp](const Pass& p) { b->ops.attention_half(b->half, p.s, p.rope, (uint16_t*)kp.data, (uint16_t*)vp.data, p.seq); };
+    }
+    if (const auto* b = as<Latent>(half)) {
+        const LatentHalf& a = b->half;
+        if (!rope || 2 * rope > a.turned) fail("cos: rotates more than the head holds");
+        const Tensor held = tensor(first, "held", BF16, {-1, 1, PAGE, a.rank + a.turned});
+        needs.attention(held.shape[0], 0);
+        return [b, held](const Pass& p) { b->ops.latent_half(b->half, p.s, p.rope, (uint16_t*)held.data, p.seq); };
+    }
+    if (const auto* b = as<Delta>(half)) {
+        const DeltaHalf& d = b->half;
+        const Tensor state = tensor(second, "s", F32, {-1, d.value_heads, d.key_dim, d.value_dim});
+        const int64_t mixed = 2 * (int64_t)d.key_heads * d.key_dim + (int64_t)d.value_heads * d.value_dim;
+        const Tensor conv = tensor(first, "conv state", F32, {state.shape[0], mixed, d.taps - 1});
+        needs.slots = std::min(needs.slots, state.shape[0]);
+        return [b, conv, state](const Pass& p) { b->ops.delta_half(b->half, p.s, conv.f(), state.f(), p.seq.cu, p.seq.slot, p.seq.n, p.kept); };
+    }
+    if (const auto* b = as<Mlp>(half)) return [b](const Pass& p) { b->ops.mlp_half(b->half, p.s); };
+    if (const auto* b = as<Moe>(half)) {
+        if (!b->half.up.one.data) fail("no bank: where the experts lie is not known");
+        return [b](const Pass& p) { b->ops.moe_half(b->half, p.s); };
+    }
+    fail("half: is none of this module's");
+}
+
+int64_t width_of(H half) {
+    if (const auto* b = as<Attention>(half)) return b->half.norm.width;
+    if (const auto* b = as<Latent>(half)) return b->half.norm.width;
+    if (const auto* b = as<Delta>(half)) return b->half.norm.width;
+    if (const auto* b = as<Mlp>(half)) return b->half.norm.width;
+    if (const auto* b = as<Moe>(half)) return b->half.norm.width;
+    fail("half: is none of this module's");
+}
 
 void bind_halves(nb::module_& m, nb::class_<Ops>& ops) {
     nb::class_<Attention>(m, "AttentionHalf")

@@ -205,5 +205,6 @@ using H = nb::handle;
 
 // the other parts of the door, each in module_NAME.cpp
 void bind_attention(nb::class_<Ops>& ops);
+void bind_chain(nb::module_& m, nb::class_<Ops>& ops);
 void bind_halves(nb::module_& m, nb::class_<Ops>& ops);
 void bind_sampling(nb::module_& m);

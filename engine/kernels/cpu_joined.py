@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from engine.kernels.ops import (
     Added,
     AttentionHalf,
+    ChainParts,
     DeltaHalf,
     Half,
     KVLayer,
     LatentHalf,
     MlpHalf,
     MoeHalf,
+    Piece,
     Quant,
     Rope,
     Segments,
@@ -23,6 +26,7 @@ from engine.kernels.ops import (
 )
 
 NOTHING = (None, "")
+NEITHER = (None, None)
 
 
 class CpuJoined:
@@ -47,6 +51,7 @@ class CpuJoined:
             cos, sin = rope or (None, None)
             run(x, added, cos, sin, kv.k, kv.v, seg.cu, seg.start, seg.pages)
 
+        attention.native = run
         return attention
 
     def latent(self, half: LatentHalf) -> Callable[[torch.Tensor, Added, Rope, KVLayer, Segments], None]:
@@ -65,6 +70,7 @@ class CpuJoined:
         def latent(x: torch.Tensor, added: Added, rope: Rope, kv: KVLayer, seg: Segments) -> None:
             run(x, added, *rope, kv.k, seg.cu, seg.start, seg.pages)
 
+        latent.native = run
         return latent
 
     def delta_net(self, half: DeltaHalf) -> Callable[[torch.Tensor, Added, StateLayer, Segments], None]:
@@ -75,13 +81,56 @@ class CpuJoined:
         def delta_net(x: torch.Tensor, added: Added, state: StateLayer, seg: Segments) -> None:
             run(x, added, state.conv, state.s, seg.cu, seg.slot, seg.kept)
 
+        delta_net.native = run
         return delta_net
 
     def mlp(self, half: MlpHalf) -> Callable[[torch.Tensor, Added], None]:
-        return self._native.mlp_half(*_start(half), stored(half.down), half.down.shape[1], half.spec.act)
+        run = self._native.mlp_half(*_start(half), stored(half.down), half.down.shape[1], half.spec.act)
+
+        def mlp(x: torch.Tensor, added: Added) -> None:
+            run(x, added)
+
+        mlp.native = run
+        return mlp
 
     def moe(self, half: MoeHalf) -> CpuMoe:
         return CpuMoe(self._native, half)
+
+    def chain(self, parts: ChainParts) -> CpuChain | None:
+        if not hasattr(self._native, "chain"):
+            return None  # a module that was built from other sources
+        halves = [(native_of(half), cache, number) for half, cache, number in parts.halves]
+        return None if any(half is None for half, _, _ in halves) else CpuChain(self._native, parts, halves)
+
+
+class CpuChain:
+    """`ops.Chain`."""
+
+    def __init__(self, native: object, parts: ChainParts, halves: list[tuple[object, object, int]]) -> None:
+        bound = [(half, *cached(cache), number) for half, cache, number in halves]
+        ends = (floats(parts.norm), parts.eps, stored(parts.head))
+        self._run = native.chain(stored(parts.table), parts.scale, bound, list(parts.angles), *ends)
+        self.angles = self._run.angles
+        self._logits = np.empty((0, parts.head.shape[0]), np.float32)
+
+    def __call__(self, pieces: list[Piece]) -> np.ndarray:
+        rows = sum(len(piece[5]) for piece in pieces)
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self._logits.shape[1]), np.float32)
+        out = self._logits[:rows]
+        self._run(pieces, out)
+        return out
+
+
+def native_of(half: Callable) -> object | None:
+    """The module's object behind a half of `CpuJoined`; None where it is anything else."""
+    return getattr(half, "native", None)
+
+
+def cached(cache: KVLayer | StateLayer | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if cache is None:
+        return NEITHER
+    return (cache.k, cache.v) if isinstance(cache, KVLayer) else (cache.conv, cache.s)
 
 
 class CpuMoe:
@@ -93,7 +142,9 @@ class CpuMoe:
         shared_down = stored(half.shared_down) if spec.shared_inter else NOTHING
         shared = (spec.shared_inter, bool(spec.shared_inter and spec.shared_switch), shared_down)
         self._top_k, self._shared = spec.top_k, bool(spec.shared_inter)
-        self._run = native.moe_half(*_start(half), spec.experts, spec.top_k, *scores, floats(half.bias), *shared, spec.act)
+        self.native = self._run = native.moe_half(
+            *_start(half), spec.experts, spec.top_k, *scores, floats(half.bias), *shared, spec.act
+        )
         if half.bank:
             self._run.bank(*map(stored, half.bank))
 

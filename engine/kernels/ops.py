@@ -10,10 +10,12 @@ Contract for every implementation:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, MlpSpec, MoeSpec
@@ -158,6 +160,38 @@ class Joined(Protocol):
     def mlp(self, half: MlpHalf) -> Callable[[torch.Tensor, Added], None]: ...
 
     def moe(self, half: MoeHalf) -> JoinedMoe: ...
+
+    def chain(self, parts: ChainParts) -> Chain | None:
+        """All of a step in one call, with the bits of its halves one by one; None where one of them cannot be part of it."""
+
+
+# Rows `tokens[start:end]` (int32) of one sequence as the scheduler has them: its slot, at least the pages it uses, the positions
+# whose logits are wanted, and where its state is left on the way: (position, slot).
+Piece = tuple[array, int, int, int, Sequence[int], Sequence[int], tuple[int, int] | None]
+
+
+@dataclass(frozen=True)
+class ChainParts:
+    """What a decoder is made of. `halves` are what `Joined` made; each with its cache and its number in `angles`, -1 = none.
+
+    `angles` are cos and sin [positions, dim/2] of all positions so far; longer ones may follow (`Chain.angles`).
+    """
+
+    table: Weight
+    scale: float  # of what the table says
+    halves: Sequence[tuple[Callable, KVLayer | StateLayer | None, int]]
+    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    norm: torch.Tensor
+    eps: float
+    head: Weight
+
+
+class Chain(Protocol):
+    def __call__(self, pieces: list[Piece]) -> np.ndarray:
+        """Logits float32 [R, V] of the wanted rows, overwritten by the next call."""
+
+    def angles(self, number: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Longer tables in the place of `angles[number]`."""
 
 
 class Ops(Protocol):

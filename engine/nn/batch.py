@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from engine.hostmem import lazy
-from engine.kernels.ops import KVLayer, Segments, StateLayer
+from engine.kernels.ops import KVLayer, Piece, Segments, StateLayer
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
 from engine.numa import interleave
 
@@ -31,6 +33,67 @@ class Batch:
         seg = self.segments
         moved = Segments(*(part.to(device) for part in (seg.cu, seg.start, seg.pages, seg.slot)), seg.kept)
         return Batch(self.tokens.to(device), self.positions.to(device), moved, self.logit_rows.to(device))
+
+
+class Flat:
+    """A batch as the scheduler has it: kernels that take a whole step read it as it is, for others it is a `Batch`.
+
+    A decode step has a handful of numbers, and behind the weights all code is cold: tensors of them take long.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+        self.end = max(piece[2] for piece in pieces)  # all positions lie below it
+
+    @cached_property
+    def batch(self) -> Batch:
+        """All numbers but the page table travel in one array: each array of its own costs microseconds."""
+        ints: list[list[int]] = [[] for _ in range(6)]
+        tokens, positions, starts, slots, rows, kept = ints
+        borders = [0]
+        for known, start, end, slot, _, wanted, keep in self.pieces:
+            base = borders[-1] - start
+            tokens += known[start:end]
+            positions += range(start, end)
+            rows += [base + position for position in wanted]
+            borders.append(base + end)
+            starts.append(start)
+            slots.append(slot)
+            kept += (keep[0] - start, keep[1]) if keep else (0, -1)
+        if all(piece[6] is None for piece in self.pieces):
+            kept.clear()
+        parts = (tokens, positions, borders, starts, slots, rows, kept)
+        flat = torch.from_numpy(np.array([number for part in parts for number in part], np.int32))
+        tokens_, positions_, cu, start, slot, rows_, kept_ = flat.split_with_sizes([len(part) for part in parts])
+        segments = Segments(cu, start, self._page_table(), slot, kept_.view(-1, 2) if kept else None)
+        return Batch(tokens_, positions_, segments, rows_)
+
+    def _page_table(self) -> torch.Tensor:
+        """Pages in use by each sequence, int32 [S, P], -1 behind them."""
+        used = [-(-piece[2] // PAGE) for piece in self.pieces]
+        table = np.full((len(used), max(used)), -1, np.int32)
+        for row, count, piece in zip(table, used, self.pieces, strict=True):
+            row[:count] = piece[4][:count]
+        return torch.from_numpy(table)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.batch.tokens
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.batch.positions
+
+    @property
+    def segments(self) -> Segments:
+        return self.batch.segments
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        return self.batch.logit_rows
+
+    def on(self, device: torch.device) -> Batch:
+        return self.batch.on(device)
 
 
 @dataclass(frozen=True)

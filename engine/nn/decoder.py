@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from engine.kernels.ops import (
     AttentionHalf,
+    Chain,
+    ChainParts,
     DeltaHalf,
     JoinedMoe,
     KVLayer,
@@ -20,7 +23,7 @@ from engine.kernels.ops import (
     Weight,
 )
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from engine.nn.batch import Batch, Cache
+from engine.nn.batch import Batch, Cache, Flat
 from engine.nn.experts import Experts, InPlace, LayerExperts, expert_banks
 from engine.nn.latent import LatentAttention
 from engine.nn.rope import RopeTable
@@ -45,9 +48,20 @@ class Decoder:
         self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
         ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
         self._ropes = {rope: RopeTable(rope, ops.device) for rope in ropes if rope}
+        self._chains = _Chains(self)
 
-    def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
-        """Logits float32 [R, V] of `batch.logit_rows`, on the kernels' device; the cache then holds every row of the batch."""
+    def forward(self, batch: Batch | Flat, cache: Cache) -> torch.Tensor | np.ndarray:
+        """Logits float32 [R, V] of the rows that want them; the cache then holds every row of the batch.
+
+        They are a tensor on the kernels' device, or an array that the next step overwrites where the whole step was one call.
+        """
+        if isinstance(batch, Flat):
+            chain = self._chains.get(batch.end, cache)
+            return self._half_by_half(batch.batch, cache) if chain is None else chain(batch.pieces)
+        return self._half_by_half(batch, cache)
+
+    @torch.inference_mode()
+    def _half_by_half(self, batch: Batch, cache: Cache) -> torch.Tensor:
         ops, spec = self._ops, self.spec
         end = int(batch.positions.max()) + 1
         batch = batch.on(ops.device)
@@ -67,6 +81,45 @@ class Decoder:
         return ops.linear(_sum_norm(ops, x, out, self._final_norm, spec.norm_eps), self._head)
 
 
+class _Chains:
+    """The decoder's halves as one call, where that is possible; bound to the cache it was last asked for."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._chain: Chain | None = None
+        self._cache: Cache | None = None
+        self._tables: list[RopeTable] = []
+        self._rows: list[int] = []  # positions that the chain knows of each table
+        self._routed = next((layer.routed for layer in decoder._layers if layer.routed is not None), None)
+
+    def get(self, end: int, cache: Cache) -> Chain | None:
+        """For a step whose positions are all below `end`. None as well while experts want to be asked."""
+        if cache is not self._cache:
+            self._chain, self._cache = self._bind(cache), cache
+        if self._chain is None or (self._routed is not None and self._routed.in_place is None):
+            return None
+        for number, table in enumerate(self._tables):
+            if end > self._rows[number]:
+                self._chain.angles(number, *table.upto(end))
+                self._rows[number] = table.rows
+        return self._chain
+
+    def _bind(self, cache: Cache) -> Chain | None:
+        own, spec = self._decoder, self._decoder.spec
+        joined = getattr(own._ops, "joined", None)
+        if joined is None or not hasattr(joined, "chain") or any(layer.apart for layer in own._layers):
+            return None
+        numbers = {rope: number for number, rope in enumerate(own._ropes)}
+        self._tables = list(own._ropes.values())
+        self._rows = [table.rows for table in self._tables]
+        halves = []
+        for layer, spec_, kv, state in zip(own._layers, spec.layers, cache.kv, cache.states, strict=True):
+            mixer, ffn = layer.joined
+            halves += [(mixer, kv or state, numbers.get(getattr(spec_.mixer, "rope", None), -1)), (ffn, None, -1)]
+        angles = [table.upto(0) for table in self._tables]
+        return joined.chain(ChainParts(own._embed, spec.embed_scale, halves, angles, own._final_norm, spec.norm_eps, own._head))
+
+
 class _Layer:
     """x + mixer(norm(x)), then x + ffn(norm(x)).
 
@@ -75,7 +128,7 @@ class _Layer:
     """
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, weights: _Scope, ops: Ops, routed: LayerExperts | None) -> None:
-        self._ops, self._eps = ops, spec.norm_eps
+        self._ops, self._eps, self.routed = ops, spec.norm_eps, routed
         self._mixer_norm = _norm_weight(spec, weights["mixer_norm"])
         self._ffn_norm = _norm_weight(spec, weights["ffn_norm"])
         if isinstance(layer.mixer, AttentionSpec):
@@ -92,6 +145,16 @@ class _Layer:
             self._ffn = _Mlp(layer.ffn, weights.inner("mlp."), ops)
         self._joined_mixer = _joined(ops, self._mixer, self._mixer_norm, spec.norm_eps)
         self._joined_ffn = _joined(ops, self._ffn, self._ffn_norm, spec.norm_eps)
+
+    @property
+    def joined(self) -> tuple[Callable | None, Callable | None]:
+        """Mixer and feed-forward as the kernels' own calls; None for one that goes step by step."""
+        return _own_call(self._joined_mixer), _own_call(self._joined_ffn)
+
+    @property
+    def apart(self) -> bool:
+        """Does a part of it go step by step, or may want to be asked for experts for good?"""
+        return None in self.joined or (self.routed is not None and self.routed.in_place is None)
 
     def mix(
         self,
@@ -178,6 +241,7 @@ class _Attention:
         def attention(x: torch.Tensor, added: torch.Tensor | None, ropes: dict[object, Rope], kv: KVLayer, seg: Segments) -> None:
             run(x, added, ropes[rope] if rope else None, kv, seg)
 
+        attention.run = run
         return attention
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:
@@ -214,7 +278,12 @@ class _DeltaNet:
     def join(self, norm: torch.Tensor, eps: float) -> Callable[..., None]:
         half = DeltaHalf(norm, eps, self._in.stored[0], self._spec, self._rule, self._norm, self._o)
         run = self._ops.joined.delta_net(half)
-        return lambda x, added, ropes, state, seg: run(x, added, state, seg)
+
+        def delta_net(x: torch.Tensor, added: torch.Tensor | None, ropes: dict, state: StateLayer, seg: Segments) -> None:
+            run(x, added, state, seg)
+
+        delta_net.run = run
+        return delta_net
 
     def __call__(self, x: torch.Tensor, ropes: dict, state: StateLayer, seg: Segments) -> torch.Tensor:
         spec, ops, rows = self._spec, self._ops, x.shape[0]
@@ -264,6 +333,7 @@ class _Moe:
             out = routed.run(x, ids, scores)
             return out if always is None else out + always
 
+        moe.run = run
         return moe
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -300,6 +370,11 @@ def _joined(ops: Ops, part: object, norm: torch.Tensor, eps: float) -> Callable[
     """The half layer of `part` in one call; None where `ops` or `part` knows no such thing."""
     join = getattr(part, "join", None)
     return join(norm, eps) if join and getattr(ops, "joined", None) is not None else None
+
+
+def _own_call(half: Callable | None) -> Callable | None:
+    """What `Ops.joined` made, without the decoder's own function around it."""
+    return getattr(half, "run", half)
 
 
 def _sum_norm(ops: Ops, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

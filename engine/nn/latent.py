@@ -40,6 +40,7 @@ class LatentAttention:
         def latent(x: torch.Tensor, added: torch.Tensor | None, ropes: dict[object, Rope], kv: KVLayer, seg: Segments) -> None:
             run(x, added, ropes[rope], kv, seg)
 
+        latent.run = run
         return latent
 
     def __call__(self, x: torch.Tensor, ropes: dict, kv: KVLayer, seg: Segments) -> torch.Tensor:

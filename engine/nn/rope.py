@@ -27,9 +27,19 @@ class RopeTable:
 
     def at(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int32 [T], all below `end` -> cos, sin [T, dim/2]."""
+        self.upto(end)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    @property
+    def rows(self) -> int:
+        """Positions it holds by now."""
+        return len(self._cos)
+
+    def upto(self, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of all positions below `end`, and of some behind."""
         if end > len(self._cos):
             self._grow(max(end, 2 * len(self._cos)))
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self._cos, self._sin
 
     def _grow(self, rows: int) -> None:
         angles = (torch.arange(rows, dtype=torch.float32)[:, None] * self._frequencies).double()

@@ -4,7 +4,8 @@
     ops/bench/engine_profile.py --model FILE [--depth 0,2048] [--rows 1] [--tokens 64] [--out docs/results/NAME.json]
 
 Runs the engine's own loop in this process, the API process replaced by a channel that hands out the requests and encodes the
-answers. Every native call is timed from Python, so what the module spends on checking arguments counts as kernel; it is measured
+answers. A step that is one native call keeps the times of its half layers itself. Where it is several, every one is timed from
+Python, so what the module spends on checking arguments counts as kernel; it is measured
 apart, on calls that have next to nothing to compute (`doors`), and added to what a layer spends outside of its kernels.
 Medians over steps that only decode, in microseconds. The clock costs 0.2 us a span, which is left in.
 """
@@ -93,11 +94,17 @@ class Spans:
     def half(self, name: str, make: Callable) -> Callable:
         return lambda *args: TimedHalf(name, make(*args), self)
 
+    def chain(self, name: str, make: Callable) -> Callable:
+        return lambda table, scale, halves, *more: TimedChain(
+            [half.name for half, *_ in halves], make(table, scale, [(half.inner, *rest) for half, *rest in halves], *more), self
+        )
+
 
 class TimedHalf:
     """A half layer under the clock."""
 
     def __init__(self, name: str, half: Callable, spans: Spans) -> None:
+        self.name, self.inner = name, half
         self._call = spans.kernel(name, half)
         if hasattr(half, "choose"):
             self.bank, self.choose = half.bank, spans.kernel(f"{name} choose", half.choose)
@@ -106,13 +113,33 @@ class TimedHalf:
         self._call(*args)
 
 
+class TimedChain:
+    """A whole step in one call, which keeps the time of its halves itself; what it takes besides counts as outside of kernels."""
+
+    def __init__(self, halves: list[str], chain: Callable, spans: Spans) -> None:
+        self._names, self._chain, self._spans = [*halves, "norm and head"], chain, spans
+        self.angles = chain.angles
+
+    def __call__(self, *args) -> None:
+        start = time.perf_counter_ns()
+        self._chain(*args)
+        spent, times = (time.perf_counter_ns() - start) / 1e3, self._chain.times
+        spans = self._spans
+        for name, value in zip(self._names, times, strict=True):
+            spans.time[f"kernel {name}"] += value
+            spans.calls[name] += 1
+        spans.time["layers"] += spent - times[-1]
+        spans.time["layers' kernels"] += sum(times[:-1])
+
+
 class TimedNative:
     """The native module's operations under the clock."""
 
     def __init__(self, native: object, spans: Spans) -> None:
         for name in dir(native):
             if not name.startswith("_"):
-                found, wrap = getattr(native, name), spans.half if name.endswith("_half") else spans.kernel
+                found = getattr(native, name)
+                wrap = spans.chain if name == "chain" else spans.half if name.endswith("_half") else spans.kernel
                 setattr(self, name, wrap(name, found) if callable(found) else found)
 
 
@@ -208,7 +235,7 @@ def summary(steps: list[Step], doors: dict[str, float]) -> dict[str, object]:
     ranked = sorted(middle.items(), key=lambda item: -item[1])
     kernels = {name[7:]: round(value, 1) for name, value in ranked if name.startswith("kernel ")}
     layers, inside = middle["layers"], middle["layers' kernels"]
-    door = sum(doors[name] * calls[name] for name in kernels) * calls["layers"] / sum(calls[name] for name in kernels)
+    door = sum(doors.get(name, 0.0) * calls[name] for name in kernels) * calls["layers"] / sum(calls[name] for name in kernels)
     return {
         "step_us": round(middle["step"], 1),
         "layers_us": round(layers, 1),
