@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -43,11 +44,14 @@ class Stream:
     def __init__(self, owner: Owner, id: str) -> None:
         self.id = id
         self._owner = owner
-        self._messages: asyncio.Queue[FromWorker] = asyncio.Queue()  # bounded by the request's max_new
+        self._messages: deque[FromWorker] = deque()  # bounded by the request's max_new
+        self._reader: asyncio.Future[None] | None = None  # of the one who waits for the next message
         self._ended = False
 
     def put(self, message: FromWorker) -> None:
-        self._messages.put_nowait(message)
+        self._messages.append(message)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def __aiter__(self) -> Stream:
         return self
@@ -55,7 +59,10 @@ class Stream:
     async def __anext__(self) -> Started | Tokens | Done | RequestError:
         if self._ended:
             raise StopAsyncIteration
-        message = await self._messages.get()
+        while not self._messages:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        message = self._messages.popleft()
         self._ended = isinstance(message, (Done, RequestError))
         return message
 

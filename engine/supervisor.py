@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, dump_config
+from engine.connection import Connection
 from engine.ipc import (
     Cancel,
     Control,
@@ -42,7 +44,6 @@ from engine.state import EngineState, Stream
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "engine.process")
-RECEIVE = 1 << 18  # bytes a read asks for
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # waits before the 1st, 2nd, ... restart in a row
 STEADY_S = 60.0  # a process that was ready for this long starts the backoff afresh
 LOADING_DEATHS = 3  # deaths before Ready in a row that are final: what kills it while loading will kill it again
@@ -77,9 +78,9 @@ class Supervisor:
         self._streams: dict[str, Stream] = {}
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
         self._control_ids = 0
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: asyncio.Transport | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._connections: asyncio.Queue[Connection] = asyncio.Queue()
         self._changed, self._stopping = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -90,7 +91,8 @@ class Supervisor:
         if self._task is not None:
             return
         self._dir = Path(tempfile.mkdtemp(prefix="moorage-"))  # mkdtemp makes it 0700
-        self._server = await asyncio.start_unix_server(self._connected, path=str(self._dir / "engine"))
+        connected = partial(Connection, self._connections.put_nowait)
+        self._server = await asyncio.get_running_loop().create_unix_server(connected, path=str(self._dir / "engine"))
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._over)
 
@@ -191,7 +193,7 @@ class Supervisor:
     async def _one_process(self) -> str:
         """Run one worker from start to end and say how it ended."""
         while not self._connections.empty():  # of a process that died between connecting and being noticed
-            self._connections.get_nowait()[1].close()
+            self._connections.get_nowait().transport.close()
         arguments = ("--socket", str(self._dir / "engine"), "--config", dump_config(self._config))
         try:
             process = await asyncio.create_subprocess_exec(*self._command, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2)
@@ -206,15 +208,16 @@ class Supervisor:
         try:
             await asyncio.wait({ended, connecting}, return_when=asyncio.FIRST_COMPLETED)
             if connecting.done():
-                reader, writer = connecting.result()
-                self._writer = writer
+                connection = connecting.result()
+                self._writer = connection.transport
                 watch = asyncio.create_task(self._watch(process))
                 try:
-                    await self._receive(reader)
+                    connection.listen(self._received)
+                    await connection.closed
                 finally:
                     watch.cancel()
                     self._writer = None
-                    writer.close()
+                    connection.transport.close()
                 await self._reap(process)
             code = await ended
             return self._killed or describe_exit(code)
@@ -259,28 +262,19 @@ class Supervisor:
             log.error("the engine closed its socket but did not end: it is killed")
             process.kill()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._connections.put((reader, writer))
-
     # --- messages
 
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        frames = FrameReader(to_worker=False)
-        while True:
-            try:
-                data = await reader.read(RECEIVE)
-            except ConnectionError:
-                return
-            if not data:
-                return
-            self._hear()
-            try:
-                messages = frames.feed(data)
-            except ValueError as problem:  # msgspec's errors are ValueErrors
-                self._killed = f"sent a message that cannot be read ({problem}) and was ended"
-                return
-            for message in messages:
-                self._take(message)
+    def _received(self, frames: FrameReader, data: memoryview) -> bool:
+        """False when it could not be read: the process is then of no use."""
+        self._hear()
+        try:
+            messages = frames.feed(data)
+        except ValueError as problem:  # msgspec's errors are ValueErrors
+            self._killed = f"sent a message that cannot be read ({problem}) and was ended"
+            return False
+        for message in messages:
+            self._take(message)
+        return True
 
     def _take(self, message: FromWorker) -> None:
         match message:

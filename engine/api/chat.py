@@ -17,7 +17,7 @@ from engine.api.errors import bad_request, json_response
 from engine.api.plan import ChatPlan, plan_chat
 from engine.api.requests import ChatRequest, check_ranges, convert, read_body, sampling_of, stops_of
 from engine.api.service import Service
-from engine.api.transport import DONE, EventStream, begun, event, while_connected
+from engine.api.transport import DONE, EventStream, TextEvent, begun, event, while_connected
 from engine.ipc import Generate, token_array
 from engine.text.detokenizer import Detokenizer
 from engine.text.parser import OutputParser
@@ -137,25 +137,42 @@ def _ended(turn: Turn, choice: Choice) -> None:
 
 async def _events(turn: Turn) -> AsyncGenerator[bytes, None]:
     writer = LogprobWriter(turn.text.tokenizer)
+    plain = [_Plain(turn, choice.index) for choice in turn.choices]
     async for update in generation.run(turn.service.engine, turn.work, turn.service.metrics):
-        choice, piece = update.choice, update.piece
+        choice, piece, chunks = update.choice, update.piece, []
         if update.started:
-            yield _chunk(turn, choice.index, {"role": "assistant", "content": ""})
+            chunks.append(_chunk(turn, choice.index, {"role": "assistant", "content": ""}))
             piece = choice.prime(turn.plan.forced)
-        deltas = [_delta(e) for e in piece.events]
-        logprobs = {"content": [writer.chat(entry) for entry in piece.logprobs]} if piece.logprobs else None
-        if logprobs and not deltas:
-            deltas = [{}]  # a token whose text is held back still has a logprob
-        for i, delta in enumerate(deltas):
-            yield _chunk(turn, choice.index, delta, logprobs=logprobs if i == 0 else None)
+        if piece.logprobs:
+            deltas = [_delta(e) for e in piece.events] or [{}]  # a token whose text is held back still has a logprob
+            logprobs = {"content": [writer.chat(entry) for entry in piece.logprobs]}
+            chunks += [_chunk(turn, choice.index, delta, None if i else logprobs) for i, delta in enumerate(deltas)]
+        else:
+            chunks += map(plain[choice.index], piece.events)
         if update.ended:
             _ended(turn, choice)
-            yield _chunk(turn, choice.index, {}, finish=choice.finish, stop_reason=choice.stop_reason)
+            chunks.append(_chunk(turn, choice.index, {}, finish=choice.finish, stop_reason=choice.stop_reason))
+        if chunks:
+            yield b"".join(chunks)  # one write for all that a token brings
     usage = usage_of(len(turn.plan.tokens), turn.choices)
     account.usage(turn.service, usage)
-    if turn.streaming_usage:
-        yield event({**_head(turn), "choices": [], "usage": usage})
-    yield DONE
+    yield (event({**_head(turn), "choices": [], "usage": usage}) if turn.streaming_usage else b"") + DONE
+
+
+class _Plain:
+    """Events of one choice without logprobs."""
+
+    def __init__(self, turn: Turn, index: int) -> None:
+        self._turn, self._index = turn, index
+        self._text = TextEvent(lambda text: _chunk(turn, index, {"content": text}))
+        self._thought = TextEvent(lambda text: _chunk(turn, index, {"reasoning_content": text}))
+
+    def __call__(self, one: Event) -> bytes:
+        if isinstance(one, Text):
+            return self._text(one.text)
+        if isinstance(one, Thought):
+            return self._thought(one.text)
+        return _chunk(self._turn, self._index, _delta(one))
 
 
 def _head(turn: Turn) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from engine.api.requests import (
     stops_of,
 )
 from engine.api.service import Service
-from engine.api.transport import DONE, EventStream, begun, event, while_connected
+from engine.api.transport import DONE, EventStream, TextEvent, begun, event, while_connected
 from engine.ipc import Generate, TokenLogprob, token_array
 from engine.text.detokenizer import Detokenizer
 from engine.text.stops import StopMatcher
@@ -227,14 +227,18 @@ async def _events(job: Job) -> AsyncGenerator[bytes, None]:
         body = {**head, "choices": [one | ({"stop_reason": choice.stop_reason} if finish else {})]}
         return event({**body, "usage": None} if with_usage else body)
 
+    plain = None
+    if job.request.logprobs is None:
+        plain = [TextEvent(lambda text, choice=choice: chunk(choice, _Part(text), None)) for _, choice in job.work]
     async for update in generation.run(job.service.engine, job.work, job.service.metrics):
         part = _part(job, update)
         if update.ended:
             account.ended(job.service, update.choice, job.id, False)
-        if part.text or part.tokens or update.ended or update.started:
-            yield chunk(update.choice, part, update.choice.finish if update.ended else None)
+            yield chunk(update.choice, part, update.choice.finish)
+        elif plain is not None and (part.text or update.started):
+            yield plain[update.choice.index](part.text)
+        elif part.text or part.tokens or update.started:
+            yield chunk(update.choice, part, None)
     usage = usage_of(sum(map(len, job.prompts)), [choice for _, choice in job.work])
     account.usage(job.service, usage)
-    if with_usage:
-        yield event({**head, "choices": [], "usage": usage})
-    yield DONE
+    yield (event({**head, "choices": [], "usage": usage}) if with_usage else b"") + DONE

@@ -18,7 +18,7 @@ from engine.ipc import Done, Generate, RequestError, Started, TokenLogprob, Toke
 log = logging.getLogger("moorage.api")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """One step of one choice. `started` marks the end of prefill, `ended` the last update of the choice."""
 

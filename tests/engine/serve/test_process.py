@@ -120,15 +120,13 @@ async def test_a_message_that_cannot_be_read_ends_the_process_not_the_supervisio
     async with engine() as supervisor:
         stream = supervisor.generate(generate("a", [1], 3000))
         await anext(stream)
-        reader = asyncio.StreamReader()
-        reader.feed_data(data)
-        receive = supervisor._receive
+        received = supervisor._received
 
-        async def once(real):
-            supervisor._receive = receive
-            await receive(reader)
+        def once(frames, real):
+            supervisor._received = received
+            return received(frames, memoryview(data))
 
-        supervisor._receive = once
+        supervisor._received = once
         os.kill(supervisor.state.pid, signal.SIGKILL)
         assert (await collect(stream))[-1].status == 502
         await supervisor._until(lambda: supervisor.state.restarts == 2)
@@ -238,7 +236,7 @@ async def test_sigterm_lets_running_answers_end_takes_no_new_ones_and_flushes(ca
 async def test_the_worker_ends_when_the_api_process_is_gone() -> None:
     async with engine() as supervisor:
         process = supervisor._process
-        supervisor._writer.transport.abort()  # what the kernel does when the API process dies
+        supervisor._writer.abort()  # what the kernel does when the API process dies
         assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
