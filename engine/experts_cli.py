@@ -97,6 +97,8 @@ def sim(
     if png is not None:
         try:
             draw_miss_rates(results, png, f"{file.name}: {steps.tokens} tokens")
-        except (NoPlotting, OSError) as e:
+        except NoPlotting as e:
             raise UserError(str(e)) from None
+        except OSError as e:
+            raise UserError(f"{png} cannot be written ({e.strerror}): name a file in a directory that is there") from None
         typer.echo(f"drawn: {png}")

@@ -32,5 +32,5 @@ def draw_miss_rates(results: Sequence[Result], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")  # whatever its name ends in
     pyplot.close(figure)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 MAX_BYTES = 64 << 20  # of ids a recorder holds: 80K tokens of a model with 48 layers and 8 experts a token
+MOST = 1 << 16  # layers, and experts of one: their numbers have 16 bits
 FIELDS = ("step", "layer", "rows", "ids", "shape")
 
 
@@ -75,10 +76,21 @@ def load_trace(path: str | Path) -> Trace:
         layers, experts, k = (int(n) for n in shape)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
         raise TraceError(f"{path} is no routing trace ({problem}); record one with `moorage engine experts trace`") from problem
-    sound = ids.ndim == 2 and ids.shape == (rows.sum(), k) and len(step) == len(layer) == len(rows)
-    if not sound or (len(layer) and (layer.min() < 0 or layer.max() >= layers)) or (ids.size and ids.max() >= experts):
+    if not _is_sound(layers, experts, k, step, layer, rows, ids):
         raise TraceError(f"{path} is a damaged routing trace: its parts do not belong together; record it again")
     return Trace(layers, experts, step, layer, rows, ids)
+
+
+def _is_sound(layers: int, experts: int, k: int, step: NDArray, layer: NDArray, rows: NDArray, ids: NDArray) -> bool:
+    """Whether these are whole numbers that go together."""
+    calls = (step, layer, rows)
+    if any(part.ndim != 1 or part.dtype.kind not in "iu" or len(part) != len(step) for part in calls):
+        return False
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not (0 < layers <= MOST and 0 < experts <= MOST):
+        return False
+    within = all(not part.size or (part.min() >= 0 and part.max() < most) for part, most in ((layer, layers), (ids, experts)))
+    counted = bool((rows >= 0).all()) and ids.shape == (int(rows.sum(dtype=np.int64)), k)
+    return within and counted and bool((np.diff(step, prepend=0) >= 0).all()) and not (step >= max(1, len(step))).any()
 
 
 class Recorder:

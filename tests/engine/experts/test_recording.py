@@ -73,7 +73,7 @@ def test_commands() -> None:
 
 def test_sim_prints_every_policy_beside_the_bound_and_draws(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    file, png = tmp_path / "t.npz", tmp_path / "t.png"
+    file, png = tmp_path / "t.npz", tmp_path / "a.picture"  # a PNG whatever it is called
     file.write_bytes(synthesize(3, 16, 2, 60, zipf=1.0, stick=0.3).to_bytes())
     done = CliRunner().invoke(experts, ["sim", str(file), "--slots", "12", "--slots", "24", "--png", str(png)])
     assert done.exit_code == 0, done.output

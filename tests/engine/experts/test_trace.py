@@ -46,6 +46,28 @@ def test_nothing_recorded_is_still_a_file(tmp_path) -> None:
     assert load_trace(tmp_path / "t.npz").tokens == 0
 
 
+BROKEN = {
+    "ids": lambda t: {"ids": t.ids.astype(float)},
+    "negative ids": lambda t: {"ids": t.ids.astype(np.int64) - 1},
+    "flat ids": lambda t: {"ids": t.ids.ravel()},
+    "steps far apart": lambda t: {"step": t.step * (1 << 20)},
+    "steps out of order": lambda t: {"step": t.step[::-1].copy()},
+    "rows less than none": lambda t: {"rows": np.array([-1, 3, *t.rows[2:]], np.int32)},
+    "one step": lambda t: {"step": np.array(0)},
+    "endless layers": lambda t: {"shape": np.array([1 << 40, 8, 2])},
+    "no experts": lambda t: {"shape": np.array([2, 0, 2])},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_trace_with_one_broken_part_is_refused_in_one_line(tmp_path, what: str) -> None:
+    path, good = tmp_path / "t.npz", synthesize(2, 8, 2, 5, zipf=1, stick=0)
+    parts = {name: getattr(good, name) for name in ("step", "layer", "rows", "ids")}
+    np.savez(path, **{**parts, "shape": np.array([2, 8, 2]), **BROKEN[what](good)})
+    with pytest.raises(TraceError, match=r"is a damaged routing trace.*record it again$"):
+        load_trace(path)
+
+
 @pytest.mark.parametrize("what", ["missing", "text", "torn", "other arrays", "ids out of range", "rows do not add up"])
 def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path, what: str) -> None:
     path, good = tmp_path / "t.npz", synthesize(2, 8, 2, 5, zipf=1, stick=0)
