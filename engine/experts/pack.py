@@ -162,6 +162,8 @@ def write_pack(
 
 def _begin(directory: Path, want: Index, first: Kind) -> Index:
     """What an interrupted call left, or `want`."""
+    if directory.exists() and not directory.is_dir():
+        raise PackError(f"{directory} is a file, and a pack is a directory: give an empty or a new one")
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / "index.json").exists():
         if any(directory.iterdir()):

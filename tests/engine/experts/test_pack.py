@@ -113,6 +113,8 @@ def test_another_models_pack_is_not_overwritten(tmp_path) -> None:
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(PackError, match="not empty and no pack"):
         pack(tmp_path / "mine", pool)
+    with pytest.raises(PackError, match="is a file, and a pack is a directory"):
+        pack(tmp_path / "mine" / "letter.txt", pool)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"version": 9}', "\x00"])
