@@ -46,6 +46,7 @@ def test_slots_are_what_a_budget_for_experts_asks_for(packed) -> None:
     model, pack = packed
     parts = engine_of(model, experts_pack=str(pack), expert_bytes=64 << 20)
     assert parts.experts.placement["mode"] == "stream" and parts.experts.slots is not None
+    parts.experts.slots.close()
 
 
 def test_a_damaged_expert_is_refused_and_a_sound_one_verified_once(packed, tmp_path) -> None:
