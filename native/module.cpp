@@ -231,4 +231,5 @@ NB_MODULE(_native, m) {
     bind_halves(m, ops);
     bind_chain(m, ops);
     bind_sampling(m);
+    bind_reader(m, ops);
 }

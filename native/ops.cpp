@@ -81,6 +81,11 @@ struct Groups {
 
 void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
               const Experts& ups, const Experts& downs, int act, float* out) {
+    moe_as_far(x, n, ids, weights, k, experts, place, ups, downs, act, nullptr, out);
+}
+
+bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
+                     const Experts& ups, const Experts& downs, int act, const Beyond* beyond, float* out) {
     auto held = pool_.hold();
     const Matrix &up = ups.one, &down = downs.one;
     Groups groups(ids, weights, n, k, experts);
@@ -117,24 +122,38 @@ void Ops::moe(const float* x, int64_t n, const int32_t* ids, const float* weight
         else
             kernels_.pack(panel + up_at[g], up.format, groups.size(g), up.cols, block_number[i], x, rows);
     });
-    const int64_t up_tasks = ceil_div(inter, WEIGHT_ROWS);
-    pool_.run(count * up_tasks, [&](int64_t task, int thread) {
+    const int64_t up_tasks = ceil_div(inter, WEIGHT_ROWS), down_tasks = ceil_div(down.rows, WEIGHT_ROWS);
+    // Of an expert that is still read: each time the tasks whose rows are there. gate, up and down lie one behind the other.
+    const auto as_far = [&](int64_t tasks, int64_t rows, int64_t before, int64_t stride, const auto& compute) {
+        for (int64_t done = 0, ready = tasks; done < tasks; done = ready) {
+            if (beyond) {
+                const int64_t here = (*beyond)(before + std::min(rows, (done + 1) * WEIGHT_ROWS) * stride - 1);
+                if (here < 0) return false;
+                const int64_t whole = (here - before) / stride;
+                ready = whole >= rows ? tasks : whole / WEIGHT_ROWS;
+            }
+            pool_.run(ready - done, [&](int64_t task, int thread) { compute(done + task, pool_.local(thread, 0, scratch)); });
+        }
+        return true;
+    };
+    const bool up_came = as_far(beyond ? up_tasks : count * up_tasks, inter, inter * up.stride, up.stride, [&](int64_t task, void* own) {
         const int64_t r = task % up_tasks * WEIGHT_ROWS;
         const int64_t g = task / up_tasks, count = std::min<int64_t>(WEIGHT_ROWS, inter - r);
         const uint8_t* next = nullptr;
         if (r + count < inter || g + 1 < groups.count())
             next = up.data + (r + count < inter ? groups.expert[g] * ups.stride + (r + count) * up.stride : groups.expert[g + 1] * ups.stride);
-        kernels_.moe_up(job, g, r, (int)count, next, pool_.local(thread, 0, scratch));
+        kernels_.moe_up(job, g, r, (int)count, next, own);
     });
+    if (!up_came) return false;
     pool_.run(blocks, [&](int64_t i, int) {
         const int64_t g = block_group[i];
         kernels_.pack(hidden_panel + down_at[g], down.format, groups.size(g), inter, block_number[i], hidden + groups.offset[g] * inter, nullptr);
     });
-    pool_.run(ceil_div(down.rows, WEIGHT_ROWS), [&](int64_t task, int thread) {
+    return as_far(down_tasks, down.rows, 2 * inter * up.stride, down.stride, [&](int64_t task, void* own) {
         const int64_t r = task * WEIGHT_ROWS;
         const int64_t count = std::min<int64_t>(WEIGHT_ROWS, down.rows - r);
         const uint8_t* next = r + count < down.rows ? down.data + groups.expert[0] * downs.stride + (r + count) * down.stride : nullptr;
-        kernels_.moe_down(job, r, (int)count, n, next, pool_.local(thread, 0, scratch));
+        kernels_.moe_down(job, r, (int)count, n, next, own);
     });
 }
 

@@ -5,8 +5,10 @@
 #include "halves.h"
 #include "kernels/kernels.h"
 #include "pool.h"
+#include "reader.h"
 
 #include <algorithm>
+#include <functional>
 
 struct Sequences {
     const int32_t *cu, *start, *pages, *slot; // [n + 1], [n], [n, width], [n]
@@ -27,6 +29,18 @@ public:
     // up [B, 2I, H], down [B, H, I]: shapes of one expert; expert e lies at place[e] of these banks (null: at e)
     void moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
              const Experts& up, const Experts& down, int act, float* out);
+    // As `moe`, into slots of `reader`: each of `coming` is computed as far as it is read, the others before. Every result is that of
+    // the expert alone, merged: bit for bit what `moe` makes of them. Some that did not come leave `out` as it is.
+    struct Coming {
+        int32_t expert;
+        int64_t key; // of the reader
+    };
+    struct Came {
+        std::vector<int64_t> lost; // keys
+        double waited = 0;         // seconds
+    };
+    Came moe_arriving(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
+                      const Experts& up, const Experts& down, int act, std::vector<Coming> coming, Reader& reader, float* out);
     // parts [n, k, width] of a token's experts -> their weighted sum, bit for bit what `moe` makes of them
     void moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out);
     // v null: values are part of the keys, see AttentionJob
@@ -71,6 +85,11 @@ private:
         });
     }
 
+    // How many bytes of an expert are there: more than these, or it waits; -1: they will not come.
+    using Beyond = std::function<int64_t(int64_t)>;
+    // `beyond`: of the only expert of `ids`. False: it did not come.
+    bool moe_as_far(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
+                    const Experts& up, const Experts& down, int act, const Beyond* beyond, float* out);
     float* room(int role, int64_t count);
     float* normed(const Norm& norm, const Stream& s);
     float* fan(const Fan& f, const float* x, int64_t n);
@@ -84,4 +103,6 @@ private:
     Pool pool_;
     std::mutex halves_;         // taken before the pool's: scratch of a half lives longer than one operation
     Pool::Buffer half_[ROLES]; // kept: the next layer needs the same
+    std::mutex arriving_;      // likewise
+    Pool::Buffer parts_, rows_, results_;
 };

@@ -39,7 +39,7 @@ static void bind(int cpu) {
 // With a stranger on its core a thread that is late by the stranger's slice makes all others wait. In short slices of its own it has the
 // same share of the core and its turn soon (EEVDF, Linux 6.12 and newer; others refuse and nothing changes). Not for its children.
 // `engine/cores.py` asks the same for threads that Python starts.
-static void short_slices() {
+void short_slices() {
     constexpr uint64_t RESET_ON_FORK = 1; // SCHED_FLAG_RESET_ON_FORK of linux/sched.h, which glibc's headers clash with
 #ifdef SYS_sched_setattr
     struct {

@@ -13,6 +13,9 @@
 #include <thread>
 #include <vector>
 
+// This thread need not wait, when it wakes, until threads that compute had their turn. A hint.
+void short_slices();
+
 class Pool {
 public:
     // task number, thread number (0 = caller), both from 0

@@ -208,3 +208,4 @@ void bind_attention(nb::class_<Ops>& ops);
 void bind_chain(nb::module_& m, nb::class_<Ops>& ops);
 void bind_halves(nb::module_& m, nb::class_<Ops>& ops);
 void bind_sampling(nb::module_& m);
+void bind_reader(nb::module_& m, nb::class_<Ops>& ops);

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from engine.experts.filelink import FileLink
 
 if TYPE_CHECKING:
     from engine.experts.executor import TieredExperts
@@ -43,19 +46,21 @@ class Call:
     def run(self) -> torch.Tensor:
         owner = self._owner
         owner.counts["top_k"] = self._ids.shape[1]
-        asked = (np.unique(self._flat) + self._first).tolist()
+        asked = [self._first + e for e in sorted(set(self._flat.tolist()))]
         owner.expect(asked)
         if self._bank is None and not owner.slots.room():
             owner.settle()  # copies for another layer hold every slot, and nothing can be computed without one
-        likely = owner.predicted(self._layer, self._x, self._ids.shape[1])
         found = owner.slots.request(asked)
         arriving = [k for k in found.misses if k in owner.coming]
         misses = [k for k in found.misses if k not in owner.coming]
         self._pin([*found.hits, *arriving])
-        spare = max(0, owner.slots.room() - len(misses))
+        count = owner.fetch_count(len(misses))
+        fetched = owner.fetch_first(misses, self._layer) if count else []  # the link begins; the rest is thought about meanwhile
+        likely = owner.predicted(self._layer, self._x, self._ids.shape[1])
+        spare = max(0, owner.slots.room() - len(misses) + len(fetched))
         held = [k for k in likely if owner.slots.where[k] >= 0][:spare]
         owner.slots.pin(held)  # who is likely to be needed next must not leave for those that are needed now
-        fetched = owner.fetch(misses[: owner.fetch_count(len(misses))])
+        fetched += owner.fetch(misses[len(fetched) : count])
         coming = [*arriving, *fetched]
         self.asked_at = self.dry_at = time.perf_counter()
         self.coming = bool(coming)
@@ -87,9 +92,24 @@ class Call:
 
     def _as_they_come(self, hits: list[int], coming: list[int]) -> torch.Tensor:
         """The processor computes what is there while the link copies, and the others one after the other."""
+        owner = self._owner
+        if isinstance(owner.link, FileLink) and hasattr(owner.ops, "moe_arriving"):
+            return self._as_they_are_read(coming, owner.link)
         self._compute(hits)
         self._compute_coming(coming)
         return self._sum()
+
+    def _as_they_are_read(self, coming: list[int], link: FileLink) -> torch.Tensor:
+        """The same in one call of the kernels, each expert as far as its pieces are there."""
+        owner, bank = self._owner, self._owner.arena.bank
+        place = self._place({key: owner.slots.filling(key) for key in coming})
+        wanted = [(key - self._first, key) for key in coming]
+        out, lost, self.waited = owner.ops.moe_arriving(
+            self._x, self._ids, self._weights, bank.gate_up, bank.down, bank.act, place, wanted, link.reader
+        )
+        self._receive(coming)
+        self._compute(lost, in_slots=False)
+        return out
 
     def _branches(self, rest: list[int], hits: list[int], coming: list[int], fetched: int) -> None:
         """The processor computes the rest from the pool while the link copies, then hits, then what has arrived.
@@ -193,9 +213,12 @@ class Call:
             return self._sum()
         return self._owner.ops.moe(self._x, self._ids, self._weights, bank.gate_up, bank.down, bank.act)
 
-    def _place(self) -> torch.Tensor:
-        where = self._owner.slots.where[self._first : self._first + self._owner.experts]
-        return torch.from_numpy(where.copy())
+    def _place(self, coming: Mapping[int, int] = MappingProxyType({})) -> torch.Tensor:
+        """Slot of each expert of the layer; of those `coming` (key -> slot) the one in which they will be."""
+        where = self._owner.slots.where[self._first : self._first + self._owner.experts].copy()
+        for key, slot in coming.items():
+            where[key - self._first] = slot
+        return torch.from_numpy(where)
 
     def _compute(self, keys: Sequence[int], in_slots: bool = True) -> None:
         """Fill the parts of these experts."""

@@ -18,6 +18,7 @@ import torch
 
 from engine.experts.arena import Arena, DeviceArena
 from engine.experts.call import Call
+from engine.experts.filelink import FileLink, reads_by_itself
 from engine.experts.layers import spans
 from engine.experts.link import CopyFailed, Link, TakenBack
 from engine.experts.pool import Pool
@@ -88,7 +89,11 @@ class TieredExperts:
         self.slots = Slots(tier.slots, pool.layers, self.experts, tier.policy)
         check = self.arena.check if pool.bank(0) is None else None  # memory keeps what was written
         workers = max(tier.workers, COPIES) if device.apart else tier.workers
-        self.link = Link(lambda *piece: self.arena.put(*piece), tier.link_rate, workers, pool.parts, check)
+        self.link: Link | FileLink
+        if reads_by_itself(pool) and not device.apart and tier.link_rate is None:
+            self.link = FileLink(pool, self.arena, workers)
+        else:
+            self.link = Link(lambda *piece: self.arena.put(*piece), tier.link_rate, workers, pool.parts, check)
         self.coming: set[int] = set()  # submitted to the link, not landed
         self.slot_bytes = pool.expert_bytes
         self._prefill = Prefill()
@@ -181,9 +186,9 @@ class TieredExperts:
         self.slots.landed(key)
         return when
 
-    def fetch(self, keys: Iterable[int], behind: bool = False) -> list[int]:
-        """Start copying as many of `keys` as get a slot, maybe `behind` everything else; returns them."""
-        fetches = self.slots.fetch(keys)
+    def fetch(self, keys: Iterable[int], behind: bool = False, keep: Iterable[int] = ()) -> list[int]:
+        """Start copying as many of `keys` as get a slot, maybe `behind` everything else; returns them. None of `keep` leaves."""
+        fetches = self.slots.fetch(keys, keep)
         self.coming.update(f.key for f in fetches)
         self.link.submit(fetches, behind)
         return [f.key for f in fetches]
@@ -217,6 +222,11 @@ class TieredExperts:
         keys = [(layer + 1) * self.experts + e for e in self._predictor.predict(layer, x, top_k)]
         self._guesses.say(keys)
         return keys
+
+    def fetch_first(self, misses: Sequence[int], layer: int) -> list[int]:
+        """Start copying one miss of `layer`, before it is known who of the next layer should stay: all of them do."""
+        following = (layer + 1) % self.pool.layers * self.experts
+        return self.fetch(misses[:1], keep=range(following, following + self.experts))
 
     def copy_seconds(self, experts: int) -> float:
         """What the link takes for so many of them; endless when its rate is not known."""

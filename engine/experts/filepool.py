@@ -41,10 +41,10 @@ class Pack:
         if self.path.stat().st_size != index.size:
             raise PackError(f"{self.path} has not the size its index says: remove {directory} and pack again")
         self.layers, self.experts = index.layers, index.experts
-        self._file = _open_direct(self.path)
+        self.file = _open_direct(self.path)
         self._verified = np.zeros(self.layers * self.experts, bool)
         self._local = threading.local()
-        self._offsets = [index.offset(layer) for layer in range(index.layers)]
+        self.offsets = [index.offset(layer) for layer in range(index.layers)]
         owned = [[n for n, kind in enumerate(index.layout) if kind == number] for number in range(len(index.kinds))]
         self.pools = tuple(FilePool(self, kind, layers) for kind, layers in zip(index.kinds, owned, strict=True))
 
@@ -66,8 +66,8 @@ class Pack:
 
     def read(self, layer: int, expert: int, record: int, at: int, into: Sequence[memoryview]) -> None:
         """Of one expert's `record` bytes what is behind `at`, `into` page-aligned memory. Raises OSError."""
-        begin, want = self._offsets[layer] + expert * record + at, sum(len(part) for part in into)
-        got = os.preadv(self._file, into, begin)
+        begin, want = self.offsets[layer] + expert * record + at, sum(len(part) for part in into)
+        got = os.preadv(self.file, into, begin)
         if got != want:
             raise OSError(f"{self.path}: read {got} of {want} bytes at {begin}")
 
@@ -92,7 +92,7 @@ class Pack:
         return memoryview(self._local.buffer)[:size]
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self.file)
 
 
 class FilePool:
@@ -102,11 +102,22 @@ class FilePool:
         self._pack, self._kind, self.numbers = pack, kind, tuple(numbers)
         self.layers, self.experts, self.expert_bytes = len(numbers), pack.experts, kind.bytes
         self.like = Bank(_empty(kind.gate_up), _empty(kind.down), pack.index.act)
+        self.piece, self.record, self.path = PIECE, kind.record, pack.path
         self.parts = -(-kind.record // PIECE)
         self._kept: _Rows | None = None
 
     def bank(self, layer: int) -> None:
         return None
+
+    @property
+    def file(self) -> int:
+        """Its descriptor, for direct reads."""
+        return self._pack.file
+
+    def offset(self, key: int) -> int:
+        """Where in the file the record of `key` begins."""
+        layer, expert = divmod(key, self.experts)
+        return self._pack.offsets[self.numbers[layer]] + expert * self.record
 
     def read(self, key: int, to: Bank, slot: int, part: int) -> int:
         """Raises OSError."""

@@ -49,7 +49,7 @@ class Slots:
         self.where = np.full(keys, -1, np.int32)  # slot of a resident key
         self._policy_name = policy
         self._policy: Policy = make_policy(policy, capacity, layers, experts)
-        self._used = np.zeros(keys, np.int64)  # when a key was last asked for; 0 never
+        self._used = [0] * keys  # when a key was last asked for; 0 never
         self._now = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._filling: dict[int, int] = {}  # key -> slot
@@ -66,27 +66,32 @@ class Slots:
 
     def request(self, keys: Iterable[int]) -> Request:
         """Note that a layer asks for `keys`, distinct and its own, and tell hits from misses."""
-        wanted = np.fromiter(keys, np.int64)
-        hit = self.where[wanted] >= 0
-        hits, misses = wanted[hit], wanted[~hit]
-        misses = misses[np.argsort(-self._used[misses], kind="stable")]
+        wanted = list(keys)
+        slots = self.where.take(wanted).tolist()  # few keys: lists cost a fraction of what masks do
+        hits = [key for key, slot in zip(wanted, slots, strict=True) if slot >= 0]
+        misses = [key for key, slot in zip(wanted, slots, strict=True) if slot < 0]
+        misses.sort(key=self._used.__getitem__, reverse=True)
         self._now += 1
-        self._used[wanted] = self._now
-        self._policy.use(hits.tolist(), misses.tolist())
+        for key in wanted:
+            self._used[key] = self._now
+        self._policy.use(hits, misses)
         self.counts.hits += len(hits)
         self.counts.misses += len(misses)
-        return Request(tuple(hits.tolist()), tuple(misses.tolist()))
+        return Request(tuple(hits), tuple(misses))
 
     def room(self) -> int:
         """Slots that are free or whose expert may leave."""
-        pinned = int(np.count_nonzero(self.where[list(self._pins)] >= 0)) if self._pins else 0
+        pinned = sum(slot >= 0 for slot in self.where.take(list(self._pins)).tolist()) if self._pins else 0
         return self.capacity - len(self._filling) - pinned
 
-    def fetch(self, keys: Iterable[int]) -> list[Fetch]:
-        """Give slots to the first of `keys` that get one, victims picked in one pass. Resident or arriving keys are skipped."""
+    def fetch(self, keys: Iterable[int], keep: Iterable[int] = ()) -> list[Fetch]:
+        """Give slots to the first of `keys` that get one, victims picked in one pass. Resident or arriving keys are skipped.
+
+        None of `keep` leaves for them.
+        """
         wanted = [key for key in dict.fromkeys(keys) if self.where[key] < 0 and key not in self._filling]
         short = len(wanted) - len(self._free)
-        victims = self._policy.victims(short, self._pins) if short > 0 else []
+        victims = self._policy.victims(short, self._pins.keys() | keep if keep else self._pins) if short > 0 else []
         out = []
         for key in wanted[: len(self._free) + len(victims)]:
             if self._free:
@@ -110,6 +115,10 @@ class Slots:
     def lost(self, key: int) -> None:
         """A fetch was given up: its slot is free again."""
         self._free.append(self._filling.pop(key))
+
+    def filling(self, key: int) -> int:
+        """The slot into which a fetched key comes that has not arrived."""
+        return self._filling[key]
 
     def pin(self, keys: Iterable[int]) -> None:
         """Keys that must not leave until as many `unpin`s: they are being read."""

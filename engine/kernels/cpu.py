@@ -197,6 +197,30 @@ class CpuOps:
     ) -> torch.Tensor:
         return self.moe(x, ids[:, None], torch.ones(len(ids), 1), gate_up, down, act, place)
 
+    def moe_arriving(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        act: str,
+        place: torch.Tensor,
+        coming: list[tuple[int, int]],
+        reader: _native.Reader,
+    ) -> tuple[torch.Tensor, list[int], float]:
+        """`moe` on slots into which `coming` (expert, key of `reader`) are still read, each computed as far as it is there.
+
+        Returns the result, or nothing of worth beside the keys that did not come, and the seconds it waited for them.
+        """
+        up, low = stored(gate_up), stored(down)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        lost, waited = self._ops.moe_arriving(
+            out, x, ids.contiguous(), weights.contiguous(), *up, *low, act, place, coming, reader
+        )
+        return out, lost, waited
+
     def moe_merge(self, parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.empty(parts.shape[0], parts.shape[2])
         self._ops.moe_merge(out, parts.contiguous(), ids.contiguous(), weights.contiguous())

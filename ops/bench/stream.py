@@ -79,10 +79,9 @@ class Disk:
         at_once([lambda i=i: read(i) for i in range(readers)])
         return sum(moved) / (time.perf_counter() - began)
 
-    def best(self, seconds: float) -> float:
-        """The better of whole records and of the pieces that packs are read in."""
-        ways = (self.record, min(self.record, PIECE))
-        return max(self.rate(seconds / 2, READERS, size) for size in ways)
+    def rates(self, seconds: float) -> tuple[float, ...]:
+        """Of whole records, and of the pieces that packs are read in."""
+        return tuple(self.rate(seconds / 2, READERS, size) for size in (self.record, min(self.record, PIECE)))
 
 
 def sequential_rate(path: Path) -> float:
@@ -169,14 +168,19 @@ class Bench:
         self.reader = Disk(self.directory / "experts.bin", self.pool.expert_bytes)
 
     def executor(self, share: float, oracle: Oracle | None = None) -> TieredExperts:
-        rate = self.disk[-1]
+        rate = self.disk_rate(self.disk[-1])
         slots = int(LAYERS * self.experts * share)
         return TieredExperts(self.pool, self.ops, stream_tier(self.pool, slots, Rates(rate, rate, 0.0), self.args.policy), oracle)
 
-    def look(self) -> float:
-        """The disk's own rate now: it changes with what the host does, so it is measured beside everything."""
-        self.disk.append(self.reader.best(self.seconds))
+    def look(self) -> tuple[float, ...]:
+        """The disk's own rates now: they change with what the host does, so they are measured beside everything."""
+        self.disk.append(self.reader.rates(self.seconds))
         return self.disk[-1]
+
+    def disk_rate(self, *looks: tuple[float, ...]) -> float:
+        """Bytes per second in these, by the way that is the better one over all looks: in one alone it may be luck."""
+        way = max(range(len(self.disk[0])), key=lambda i: statistics.median(look[i] for look in self.disk))
+        return statistics.mean(look[way] for look in looks)
 
     def ceiling(self, rounds: int = 5) -> dict[str, dict[str, float]]:
         """Bytes per second by what is read at once and by how many, in turns: what a deeper queue would give."""
@@ -221,11 +225,10 @@ class Bench:
                     timeline.reads.clear(), timeline.calls.clear()
                     part = drive(experts, calls[half + block * size : half + (block + 1) * size], own)
                 idle[name].append(timeline.idle())
-                rate = (before + self.look()) / 2
-                bound = 1e3 * part["misses"] * self.pool.expert_bytes / rate / part["tokens"]
-                found[name].append({**part, "of_disk": part["bytes_per_s"] / rate, "bound_ms": bound})
+                found[name].append((part, before, self.look()))
         for experts, _ in ways.values():
             experts.close()
+        found = {name: [self._beside_disk(*part) for part in parts] for name, parts in found.items()}
         middle = {name: {key: statistics.median(p[key] for p in parts) for key in parts[0]} for name, parts in found.items()}
         # what was read ahead is no miss there: both need the same experts
         middle["decode, predicted"]["bound_ms"] = middle["decode"]["bound_ms"]
@@ -237,13 +240,18 @@ class Bench:
         middle["decode, predicted"]["predictions"] = ways["decode, predicted"][0].status()["predictions"]
         return middle
 
+    def _beside_disk(self, part: dict[str, float], *looks: tuple[float, ...]) -> dict[str, float]:
+        rate = self.disk_rate(*looks)
+        bound = 1e3 * part["misses"] * self.pool.expert_bytes / rate / part["tokens"]
+        return {**part, "of_disk": part["bytes_per_s"] / rate, "bound_ms": bound}
+
     def in_memory(self, calls: list) -> dict[str, float]:
         """Milliseconds of a token whose experts all lie in slots; the disk's rate while such tokens are computed."""
         experts = self.executor(1.0)
         experts.preload(lambda size: None)
         drive(experts, calls[: len(calls) // 2])
         found = {"in_memory_ms": drive(experts, calls[len(calls) // 2 :])["ms_per_token"]}
-        reading = threading.Thread(target=lambda: found.update(disk_beside=self.reader.best(2 * self.seconds)))
+        reading = threading.Thread(target=lambda: found.update(disk_beside=max(self.reader.rates(2 * self.seconds))))
         reading.start()
         while reading.is_alive():
             drive(experts, calls[:LAYERS])
@@ -254,7 +262,7 @@ class Bench:
         experts = self.executor(0.5)
         before = self.look()
         found = drive(experts, chunks)
-        return {**found, "of_disk": found["bytes_per_s"] / ((before + self.look()) / 2)}, experts
+        return {**found, "of_disk": found["bytes_per_s"] / self.disk_rate(before, self.look())}, experts
 
     def equal(self, experts: TieredExperts, *runs: list) -> str:
         same = 0
@@ -313,7 +321,7 @@ def main() -> None:
         out |= bench.in_memory(calls)
         out["prefill"], experts = bench.prefill(chunks)
         out["others"] = share.foreign(time.process_time() - own)
-        alone = statistics.median(bench.disk) / 1e9
+        alone = statistics.median(map(bench.disk_rate, bench.disk)) / 1e9
         print(f"the disk gives {alone:.2f} GB/s, {out['disk_beside'] / 1e9:.2f} while the processor computes in memory")
         print(f"others used {out['others']:.0%} of the machine meanwhile")
         for name in ("decode", "decode, predicted", "prefill"):

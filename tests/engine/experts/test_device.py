@@ -115,7 +115,7 @@ def test_a_damaged_record_is_found_on_the_device_and_never_computed_with(tmp_pat
     ops, late = ReferenceOps(), Late()
     _, pack = packed(tmp_path, ops, "f32")
     with open(pack.path, "r+b") as file:
-        file.seek(pack._offsets[0] + 100)
+        file.seek(pack.offsets[0] + 100)
         file.write(b"\1\2\3")
     x, _, weights = step(torch.Generator().manual_seed(0), 1)
     with on_device(pack.pools[0], ops, late, EXPERTS, workers=4) as experts:
