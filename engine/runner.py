@@ -48,6 +48,8 @@ def make_batch(step: Step) -> Flat:
 
 def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
     """Split `logits` [R, V] over the chunks in the order `make_batch` asked for them, and sample."""
+    if SAMPLING and len(step) == len(logits) and all(c.sample and c.seq.sampler.plain for c in step):
+        return [_sample_plain(chunk, row) for chunk, row in zip(step, logits, strict=True)]
     echoes: list[list[TokenLogprob]] = []
     last: list[int] = []  # logits row of each sampling chunk
     at = 0
@@ -65,6 +67,14 @@ def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:
 def _echoed(chunk: Chunk, logits: NDArray[np.float32]) -> list[TokenLogprob]:
     tokens, top = chunk.seq.tokens, chunk.seq.request.prompt_logprobs or 0
     return [_logprob(row, tokens[r + 1], top) for row, r in zip(logits, chunk.echo, strict=True)]
+
+
+def _sample_plain(chunk: Chunk, row: Row) -> Outcome:
+    """What most steps need, in few steps of its own: their code is cold behind a forward pass."""
+    sampler, p = chunk.seq.sampler, chunk.seq.request.sampling
+    u = uniform(sampler.seed, sampler.sampled) if p.temperature > 0 else 0.0
+    token = _native.sample_row(row, None, p.temperature, p.top_k, p.top_p, p.min_p, u, -1)
+    return Outcome(token) if token >= 0 else _outcome(chunk, [], _none(token))
 
 
 def _outcome(chunk: Chunk, echo: list[TokenLogprob], drawn: tuple[int, TokenLogprob | None] | NoToken | None) -> Outcome:
@@ -99,8 +109,13 @@ def sample_row(row: Row, seq: Sequence) -> Drawn:
     u = uniform(sampler.seed, sampler.sampled) if p.temperature > 0 else 0.0
     token = _native.sample_row(row, edits, p.temperature, p.top_k, p.top_p, p.min_p, u, -1 if forced is None else forced)
     if token < 0:
-        return no_token(-math.inf if token == _native.ALL_BANNED else math.nan)
+        return _none(token)
     return token, None if raw is None else _logprob(raw, token, request.logprobs)
+
+
+def _none(token: int) -> NoToken:
+    """Why the native module found none."""
+    return no_token(-math.inf if token == _native.ALL_BANNED else math.nan)
 
 
 def _logprob(row: Row, token: int, top: int) -> TokenLogprob:

@@ -114,15 +114,18 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The chunks of the next step, pages in place, or None when nothing can run."""
-        self._admit()
-        chunks = [*self._decode_rows(), *self._prefill_chunks()]
+        if self.queue or not self.running:
+            self._admit()
+        answering = [seq for seq in self.running if seq.decoding]
+        filling = len(answering) < len(self.running)
+        chunks = []
+        for seq in answering:
+            if seq.lease is not None and self._make_room(seq):
+                chunks.append(Chunk(seq, seq.computed, len(seq.tokens), True))
+        if filling:
+            chunks += self._prefill_chunks()
         self._planned = self._clock()
         return tuple(c for c in chunks if c.seq.lease is not None) or None
-
-    def _decode_rows(self) -> Iterator[Chunk]:
-        for seq in list(self.running):
-            if seq.decoding and seq.lease is not None and self._make_room(seq):
-                yield Chunk(seq, seq.computed, len(seq.tokens), sample=True)
 
     def _prefill_chunks(self) -> Iterator[Chunk]:
         streams = any(s.decoding for s in self.running)
@@ -295,8 +298,10 @@ class Scheduler:
     def commit(self, step: Step, outcomes: Seq[Outcome]) -> None:
         """Take in what was computed: `outcomes[i]` belongs to `step[i]`."""
         active = {(s.request.session, s.request.priority) for s in self._all()}
-        self._fair.advance(sum(DECODE_COST if c.seq.decoding else c.end - c.start for c in step), active)
-        self._pace.observe(sum(c.end - c.start for c in step if not c.seq.decoding), self._clock() - self._planned)
+        filled = sum(c.end - c.start for c in step if not c.seq.decoding)
+        rows = sum(c.end - c.start for c in step) - filled  # a decoding sequence has one
+        self._fair.advance(DECODE_COST * rows + filled, active)
+        self._pace.observe(filled, self._clock() - self._planned)
         for chunk, outcome in zip(step, outcomes, strict=True):
             if outcome.error is not None:
                 self._error(chunk.seq, outcome.error.status, outcome.error.code, outcome.error.message)

@@ -88,6 +88,8 @@ class Sampler:
         self.banned = p.banned
         self.banned_early = tuple({*p.banned, *request.stop_ids})  # while fewer than min_new tokens are sampled
         self.counting = p.repetition_penalty != 1.0 or bool(p.presence_penalty or p.frequency_penalty)
+        edited = self.counting or p.logit_bias or self.banned or request.min_new or self.thought or grammar
+        self.plain = not edited and request.logprobs is None  # nothing but the logits and one draw decides
 
     def observe(self, token: int) -> None:
         self.sampled += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -105,4 +106,5 @@ async def _watch(supervisor: Supervisor, service: Service, server: uvicorn.Serve
 async def _tell_ready(supervisor: Supervisor) -> None:
     with contextlib.suppress(EngineFailed):
         state = await supervisor.wait_ready()
+        gc.freeze()  # imports and vocabulary stay: looking through them for garbage would hold up an answer
         log.info("ready: pid=%s engine=%s max_context=%s", os.getpid(), state.pid, state.max_context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.ipc import RequestError, TokenLogprob
 from engine.sequence import Sequence
@@ -17,8 +18,7 @@ class Kept:
     slot: int
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows `tokens[start:end]` of one sequence in one step; `sample` when the last of them predicts a new token."""
 
     seq: Sequence
@@ -35,8 +35,7 @@ class Chunk:
 Step = tuple[Chunk, ...]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What the runner computed for one chunk. `error` means this sequence alone failed."""
 
     token: int | None = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -71,14 +73,20 @@ class Channel:
 
     def __init__(self, sock: socket.socket, wake: socket.socket) -> None:
         self._sock, self._wake = sock, wake
+        self._poll = select.poll()
+        for end in (sock, wake):
+            self._poll.register(end, select.POLLIN)
         self._frames = FrameReader(to_worker=True)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
         """Messages that have arrived; waits up to `timeout` seconds (None: until one or a signal arrives). Raises Gone."""
-        ready, _, _ = select.select([self._sock, self._wake], [], [], timeout)
-        if self._wake in ready:
+        ready = self._poll.poll(None if timeout is None else math.ceil(timeout * 1e3))
+        if not ready:
+            return []
+        files = [file for file, _ in ready]
+        if self._wake.fileno() in files:
             self._wake.recv(64)
-        if self._sock not in ready:
+        if self._sock.fileno() not in files:
             return []
         with _gone_on_error():
             data = self._sock.recv(RECEIVE)
@@ -300,6 +308,7 @@ def serve(config: EngineConfig, sock: socket.socket, build: Build) -> int:
     signal.signal(signal.SIGTERM, lambda *_: worker._stop())
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     channel.send([ready(parts, parts.limits.max_context)])
+    gc.freeze()  # what was loaded stays: looking through it for garbage would hold up an answer
     try:
         return worker.run()
     finally:
