@@ -1,6 +1,7 @@
 """How far property tests search: the same examples in every run, or new ones."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: what two processes share at the end, test by test, should be small (`ops/test`)."""
     slow: set[Path] = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_runtest_setup() -> None:
+    """One thread for torch, whatever an engine has set that the test before built: its threads wait for each other at the end of
+    every tiny operation, for milliseconds where other processes have the cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.protocol import parse_log_line
 from tests.support import meaning
+from tests.support.engine_process import ONE_THREAD
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,7 @@ def service(
         MODEL,
         "--port",
         str(engine_port),
+        *ONE_THREAD,
         *options,
     ]
     gateway = [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config)]

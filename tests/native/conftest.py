@@ -13,15 +13,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("isa", _native.isas(), scope="session")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_torch_thread():
-    """The truth runs thousands of tiny torch operations; a barrier in each costs more than they do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def ops(isa: str):
     from engine.kernels.cpu import CpuOps

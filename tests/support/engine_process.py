@@ -15,6 +15,9 @@ import httpx
 import openai
 
 ROOT = Path(__file__).resolve().parents[2]
+# Threads wait for each other at the end of every tiny operation: a token of a tiny model took 100 ms where others had the cores.
+# That an engine starts with all threads is tested where the appliance is started as users start it (tests/ops).
+ONE_THREAD = ("--threads", "1")
 
 
 class Running:
@@ -36,7 +39,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving(model: Path, log: Path, *arguments: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "engine.cli", "serve", str(model), "--port", "0", "--name", "tiny", *arguments]
+    command = [sys.executable, "-m", "engine.cli", "serve", str(model), "--port", "0", "--name", "tiny", *ONE_THREAD, *arguments]
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stderr=out, stdout=out)
     try:

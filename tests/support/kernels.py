@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from dataclasses import dataclass
 
@@ -32,15 +31,3 @@ def _cpu() -> Kernels:
         pytest.skip(f"the native kernels are not built here: {error}")
     # two float32 results on either side of a bfloat16 border leave keys that differ by 2^-8
     return Kernels(cpu.CpuOps(threads=1), 5e-3, torch.bfloat16)
-
-
-@contextlib.contextmanager
-def one_torch_thread():
-    """Tiny matrices: a second thread only waits, and on a busy machine it waits long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-KERNELS = {"reference": _reference, "cpu": _cpu}
