@@ -2,6 +2,7 @@
 
     python ops/bench/kernels.py [--ops linear,moe,attention,latent,delta,rows] [--formats BF16,Q8_0] [--rows 1,4,16]
                                 [--json out.json]
+    python ops/bench/kernels.py --ops cached --threads 1    nanoseconds of arithmetic: 32 weights and a row of x, out of L2
 
 Shapes are those of Qwen3-30B-A3B; latent attention has DeepSeek-V2-Lite's and V3's. Every number is the median of interleaved
 rounds; weights rotate through more memory than the caches hold, as a decode step's do. Machine noise is real: compare ratios to
@@ -32,7 +33,8 @@ COLD_BYTES = 400 << 20  # weights that rotate: several times a usual last-level 
 SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)}
 SIZES |= {"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110)}
 SIZES |= {"IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136)}
-FILL = {"MXFP4": 0x77}
+# What makes a scale of usual size: four bytes of 0x11 are a float32 of 2^-93, with which products underflow.
+FILL = {"MXFP4": 0x77, "NVFP4_SCALED": 0x3C, "F8_E4M3": 0x3C}
 SIZES |= {"MXFP4": (32, 17), "NVFP4": (64, 36), "NVFP4_SCALED": (128, 76), "F8_E4M3": (128, 132)}
 
 
@@ -95,6 +97,16 @@ def attention_case(ops: CpuOps, context: int, rows: int):
     seg = Segments(*ints)
     flops = 4 * rows * (context + rows / 2) * hq * dim
     return lambda: ops.attention(q, k, k, next(kv), seg, dim**-0.5, None), 2 * context * hkv * dim * 2, flops
+
+
+def cached_ns(ops: CpuOps, kind: str, rows: int) -> float:
+    """Of 32 weights: what 128 rows of a matrix in L2 take beyond 32 of them, without the call and packing x; best of many."""
+    x, best = torch.randn(rows, HIDDEN), []
+    for n in (32, 128):
+        w = weight(kind, n, HIDDEN)
+        calls = (seconds(lambda w=w: ops.linear(x, w), at_least=2e-4) for _ in range(500))
+        best.append(min(calls))
+    return (best[1] - best[0]) * 1e9 / (96 * HIDDEN // 32)
 
 
 def latent_case(ops: CpuOps, heads: int, context: int, rows: int):
@@ -178,6 +190,11 @@ def main() -> None:
 
     rates = [read_rate() for _ in range(3)]
     results = []
+    if "cached" in args.ops:
+        for kind in args.formats:
+            for rows in args.rows:
+                results.append({"case": f"cached {kind} rows={rows}", "ns_32": cached_ns(ops, kind, rows)})
+                print(f"{results[-1]['case']:40} {results[-1]['ns_32']:6.2f} ns for 32 weights", flush=True)
     print(f"isa {ops.isa}, {ops.threads} threads; STREAM read {statistics.median(rates):.1f} GB/s")
     print(f"{'case':40} {'ms':>9} {'GB/s':>7} {'of read':>8} {'GFLOP/s':>9}")
     for name, make in cases(ops, args):
