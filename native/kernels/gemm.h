@@ -12,7 +12,9 @@
 #define MOORAGE_INTEGERS
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #include "gemm_bytes.h"
+#include "gemm_f8.h"
 #define MOORAGE_INTEGERS
+#define MOORAGE_F8
 #endif
 
 namespace MOORAGE_ISA {
@@ -33,6 +35,9 @@ inline size_t panel_bytes(int64_t rows, int64_t cols) {
     const size_t steps = steps_of(cols) * sizeof(XStep);
     row = row > steps ? row : steps;
 #endif
+#if defined(MOORAGE_F8)
+    row += sizeof(float); // behind all rows, what takes a row's sums down to their size
+#endif
     return rows * row;
 }
 
@@ -44,9 +49,19 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
     const int64_t ld = padded(cols);
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
         const float* from = x + (index ? index[i] : i) * cols;
+#if defined(MOORAGE_F8)
+        float up, more;
+        if (format == Format::F8_E4M3) ((float*)panel)[rows * ld + i] = exponent_f8(from, cols, up, more);
+#endif
         for (int64_t k = 0, some; k < ld; k += some) {
             some = rows > FEW ? piece_of(ld, k) : ld;
             float* to = (float*)panel + k * rows + i * some;
+#if defined(MOORAGE_F8)
+            if (format == Format::F8_E4M3) {
+                pack_f8(to, from + k, some, up, more);
+                continue;
+            }
+#endif
             const int64_t there = cols - k < some ? cols - k : some;
             memcpy(to, from + k, there * sizeof(float));
             memset(to + there, 0, (some - there) * sizeof(float));
@@ -231,6 +246,15 @@ inline void read_row(Format format, const uint8_t* row, int64_t first, int64_t n
 
 // c[t * 32 + r] = panel row at + t times weight row r0 + r.
 static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int nr, const float* x, int64_t rows, int64_t at, int64_t n, const uint8_t* next, Scratch& s) {
+#if defined(MOORAGE_F8)
+    if (m.format == Format::F8_E4M3) {
+        const float* down = x + rows * m.cols + at;
+        if (rows > FEW) return many_f8<HELD, PIECE>(m, r0, nr, x, down, rows, at, n, next, s);
+        x += at * m.cols;
+        const auto few = n == 1 ? few_f8<1> : n == 2 ? few_f8<2> : n == 3 ? few_f8<3> : few_f8<4>;
+        return few(m, r0, nr, x, down, next, s.c);
+    }
+#endif
     with_reader(m.format, [&]<class Reader>() {
         if (rows > FEW) return blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);
         const int64_t ld = padded(m.cols);

@@ -57,7 +57,7 @@ def test_values_beside_a_huge_one_stay_exact(ops, rng, kind: str, cols: int) -> 
     assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all()  # AMX: 2^-16 of itself
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "Q8_0", "F8_E4M3"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, kind: str, value: float) -> None:
     w = block_bytes(kind, rows=5, cols=512, seed=5)
@@ -81,6 +81,24 @@ def test_sums_of_the_largest_numbers_and_digits_do_not_overflow(ops, kind: str) 
         error = (ops.linear(x, w).double() - exact @ values.T).abs()
         peak = exact.abs().view(len(x), -1, 32).amax(-1).repeat_interleave(32, 1)
         assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all(), fill
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 21])
+def test_a_weight_that_is_not_a_number_spoils_its_own_row_alone(ops, rng, rows: int) -> None:
+    w = block_bytes("F8_E4M3", rows=7, cols=512, seed=5)
+    x = torch.randn(rows, 512, generator=rng)
+    clean = ops.linear(x, w)
+    w.data[2, 132 + 4 + 77], w.data[5, 4] = 0x7F, 0xFF
+    out, others = ops.linear(x, w), [0, 1, 3, 4, 6]
+    assert out[:, [2, 5]].isnan().all()
+    assert torch.equal(out[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("exponent", [-126, -60, -7, 0, 100])
+def test_fp8_meets_rows_of_any_size(ops, rng, exponent: int) -> None:
+    w = block_bytes("F8_E4M3", rows=5, cols=256, fill=0x3A)
+    x = torch.rand(5, 256, generator=rng) + 0.5
+    close(ops.linear(x * 2.0**exponent, w) * 2.0**-exponent, ops.linear(x, w), 3e-5)
 
 
 def test_zeros_give_zeros(ops) -> None:
