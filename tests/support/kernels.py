@@ -31,3 +31,6 @@ def _cpu() -> Kernels:
         pytest.skip(f"the native kernels are not built here: {error}")
     # two float32 results on either side of a bfloat16 border leave keys that differ by 2^-8
     return Kernels(cpu.CpuOps(threads=1), 5e-3, torch.bfloat16)
+
+
+KERNELS = {"reference": _reference, "cpu": _cpu}
