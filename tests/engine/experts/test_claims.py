@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,51 @@ def test_a_batch_copies_each_distinct_expert_once(rows: int) -> None:
         out = experts.run(0, x, ids, weights)
         assert torch.equal(out, ops.moe(x, ids, weights, pool[0].gate_up, pool[0].down, "silu"))
         assert experts.link.bytes == TOP_K * experts.slot_bytes and experts.slots.counts.misses == TOP_K
+
+
+@pytest.mark.parametrize("rows", [40, 64])
+def test_of_a_large_chunk_in_hybrid_the_processor_computes_some_misses_while_others_come(rows: int) -> None:
+    ops, generator = ReferenceOps(), torch.Generator().manual_seed(0)
+    pool, computed = banks(ops, "f32"), []
+    with tiered(pool, ops, EXPERTS, "hybrid") as experts:
+        real = ops.expert_rows
+
+        def noted(x: torch.Tensor, ids: torch.Tensor, up: torch.Tensor, *more: object) -> torch.Tensor:
+            computed.append(up is pool[0].gate_up)
+            return real(x, ids, up, *more)
+
+        ops.expert_rows = noted
+        x, ids, weights = step(generator, rows)
+        out = experts.run(0, x, ids, weights)
+        misses = experts.slots.counts.misses
+        assert misses == len(ids.unique()) and 0 < experts.slots.counts.fetched < misses
+        assert computed[0] and not all(computed), "the pool's first, while the link copies; then what came"
+        assert torch.equal(out, ops.moe(x, ids, weights, pool[0].gate_up, pool[0].down, "silu"))
+
+
+IDLE = """
+import os, torch
+from engine.kernels.cpu import CpuOps
+ops = CpuOps(threads=4)
+ops.linear(torch.randn(4, 512), torch.randn(512, 512))
+print("computed", flush=True)
+input()
+"""
+
+
+def test_workers_sleep_when_nothing_is_computed() -> None:
+    """Each thread of the kernels ends up waiting: one that went on spinning would always be running."""
+    pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen([sys.executable, "-c", IDLE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"computed\n"
+        tasks = Path(f"/proc/{child.pid}/task")
+        assert len(list(tasks.iterdir())) >= 4
+        until = time.monotonic() + 60
+        while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"S"}:
+            assert time.monotonic() < until, "a thread is still spinning"
+            time.sleep(0.01)  # polls a condition
+    finally:
+        child.kill()
+        child.communicate()

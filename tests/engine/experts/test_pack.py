@@ -102,6 +102,13 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(tmp_path, 
     assert not (tmp_path / "p" / "experts.bin").exists()
 
 
+def test_progress_runs_to_the_end_and_never_back(tmp_path) -> None:
+    pool, seen = banks(kernels("reference"), "f32"), []
+    index = write_pack(tmp_path / "p", "model", LAYERS, lambda layer: pool[layer], lambda done, total: seen.append((done, total)))
+    assert len(seen) > LAYERS and seen[-1] == (index.size, index.size) and {total for _, total in seen} == {index.size}
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
 def test_another_models_pack_is_not_overwritten(tmp_path) -> None:
     pool = banks(kernels("reference"), "f32")
     pack(tmp_path / "p", pool)
