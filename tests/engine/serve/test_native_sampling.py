@@ -14,6 +14,7 @@ from engine.ipc import Generate, Sampling, Thinking, token_array
 from engine.runner import sample_plainly, sample_row
 from engine.sampling import NoToken
 from engine.sequence import Sampler, Sequence
+from engine.step import Chunk
 
 pytestmark = pytest.mark.skipif(not runner.SAMPLING, reason="native module not built: run ops/build_native")
 
@@ -153,3 +154,38 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
     for p in (Sampling(logit_bias={8: 1.0}), Sampling(banned=(-1,))):
         with pytest.raises(ValueError, match="not in the vocabulary"):
             sample_row(row, sequence(p))
+
+
+def chunk_of(seq: Sequence) -> Chunk:
+    return Chunk(seq, 0, 1, True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("p", "more"),
+    [
+        ({}, {}),
+        ({"top_k": 5, "top_p": 0.9, "min_p": 0.05}, {}),
+        ({"banned": (3,)}, {}),
+        ({"logit_bias": {2: 5.0}}, {}),
+        ({"presence_penalty": 1.0}, {}),
+        ({"repetition_penalty": 1.3}, {}),
+        ({}, {"min_new": 2, "stop_ids": (1,)}),
+        ({}, {"logprobs": 2}),
+        ({}, {"thinking": Thinking(close=(4, 5), open_at_start=True, budget=0)}),
+    ],
+)
+def test_plain_rows_get_the_token_of_the_long_way(p, more, temperature) -> None:
+    rows = np.random.default_rng(7).standard_normal((3, 64)).astype(np.float32) * 3
+    seqs = [sequence(Sampling(temperature=temperature, seed=seed, **p), [seed], **more) for seed in range(3)]
+    found = runner.read_logits(tuple(map(chunk_of, seqs)), rows.copy())
+    drawn = [sample_row(row, seq) for row, seq in zip(rows.copy(), seqs, strict=True)]
+    assert [(o.token, o.logprob) for o in found] == drawn
+    assert seqs[0].sampler.plain == (not p.keys() - {"top_k", "top_p", "min_p"} and not more)
+
+
+def test_a_plain_row_without_a_token_says_why() -> None:
+    for value, status in ((-np.inf, 400), (np.nan, 500)):
+        row = np.full((1, 64), value, np.float32)
+        (found,) = runner.read_logits((chunk_of(sequence(Sampling(temperature=0.0))),), row)
+        assert found.token is None and found.error.status == status
