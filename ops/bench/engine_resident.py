@@ -49,6 +49,7 @@ from engine_http import (  # noqa: E402
 
 EXTENSION = 20  # tokens of a short user turn
 STEPS = (4, 8, 16, 32, 64, 128)  # tokens of a short tool result
+KINDS = ("fresh", "decode", "crowd", "extend", "step")
 CROWD = 4  # conversations that decode at once
 
 
@@ -173,6 +174,13 @@ def numbers(text: str) -> list[int]:
     return sorted(int(part) for part in text.split(",") if part)
 
 
+def names(text: str) -> tuple[str, ...]:
+    wrong = set(found := tuple(text.split(","))) - set(KINDS)
+    if wrong:
+        raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(wrong))}; there are {', '.join(KINDS)}")
+    return found
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="what our engine loads: checkpoint directory or GGUF file")
@@ -183,6 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="the same weights as a checkpoint directory, for these two")
     parser.add_argument("--fresh", type=numbers, default=[512, 2048], help="lengths of new prompts (default 512,2048)")
     parser.add_argument("--depth", type=numbers, default=[0, 2048, 8192], help="resident prompts, three (default 0,2048,8192)")
+    parser.add_argument("--kinds", type=names, default=KINDS, help=f"what is measured (default {','.join(KINDS)})")
     parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per sample (default 32)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads for both (default: all cores)")
@@ -203,6 +212,7 @@ def main() -> int:
     cells = [Cell("fresh", size) for size in args.fresh] + [Cell("decode", depth) for depth in args.depth]
     cells += [Cell("crowd", 0), Cell("extend", args.depth[-1])]
     cells += [Cell("step", count) for count in STEPS]
+    cells = [cell for cell in cells if cell.kind in args.kinds]
     with ExitStack() as stack:
         engines = start(args, stack)
         bench = Bench(engines, args.depth, args.tokens)
