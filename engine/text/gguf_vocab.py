@@ -138,7 +138,7 @@ def _bpe(path: Path, tokens: list[str], merges: list[str], pre: str, types: list
     ]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     vocab = _vocab(tokens, types)
-    pairs = [m.split(" ", 1) for m in merges]
+    pairs = [tuple(m.split(" ", 1)) for m in merges]
     pairs = [p for p in pairs if len(p) == 2 and p[0] in vocab and p[1] in vocab and p[0] + p[1] in vocab]
     return {
         "version": "1.0",
@@ -178,7 +178,7 @@ def _sentencepiece(tokens: list[str], scores: list[float], types: list[int], pre
         "model": {
             "type": "BPE",
             "vocab": vocab,
-            "merges": [[left, right] for _, _, left, right in merges],
+            "merges": [(left, right) for _, _, left, right in merges],
             "byte_fallback": True,
             "fuse_unk": True,
             "unk_token": unknown,

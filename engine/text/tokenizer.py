@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
 
 from engine.text.bytes_of import TokenBytes
 from engine.text.literals import any_of
@@ -82,14 +85,14 @@ class Tokenizer:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
-        self.plain = Backend.from_str(json.dumps(files.backend))
+        self.plain = _backend(files.backend)
         self._plain_rest = _without_first_prefix(files.backend) or self.plain
         self.specials = {s.text: s for s in files.specials}
         self.special_ids = {s.id: s for s in files.specials}
         self.control_ids = frozenset(s.id for s in files.specials if s.control)
         self.bos_id, self.eos_ids = files.bos_id, files.eos_ids
         self._split = re.compile(f"({any_of(self.specials)})") if self.specials else None
-        self.vocab_size = 1 + max([*self.plain.get_vocab().values(), *self.special_ids], default=-1)
+        self.vocab_size = 1 + max(_last_id(self.plain, files.backend), max(self.special_ids, default=-1))
         self._bytes = TokenBytes(self.plain, files.backend, {s.id: s.text for s in files.specials})
 
     def id_of(self, text: str) -> int | None:
@@ -157,6 +160,31 @@ class Tokenizer:
         raw = b"".join(self._bytes[t] for t in tokens if t not in skip)
         text = raw.decode("utf-8", "replace")
         return text[1:] if self._bytes.strips_first_space and text.startswith(" ") else text
+
+
+def _backend(content: dict[str, Any]) -> Backend:
+    """What a `tokenizer.json` of this content is. A BPE model with merges as pairs and no tokens but its own, as read from a GGUF
+    file, is made without writing and parsing JSON: half of the time.
+    """
+    model, added = content["model"], content.get("added_tokens") or []
+    vocab, merges = model.get("vocab"), model.get("merges")
+    pairs = isinstance(merges, list) and isinstance(next(iter(merges), None), tuple)
+    if model.get("type") != "BPE" or not pairs or any(token["content"] not in vocab for token in added):
+        return Backend.from_buffer(msgspec.json.encode(content))
+    around = {**content, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    backend = Backend.from_buffer(msgspec.json.encode(around))
+    options = {key: value for key, value in model.items() if key not in ("type", "vocab", "merges")}
+    backend.model = BPE(vocab=vocab, merges=merges, **options)
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    backend.add_tokens([AddedToken(token["content"], **{flag: token[flag] for flag in flags}) for token in added])
+    return backend
+
+
+def _last_id(backend: Backend, content: dict[str, Any]) -> int:
+    """The largest id of `backend`, -1 for none."""
+    vocab = content["model"].get("vocab")
+    ids = vocab.values() if isinstance(vocab, dict) else backend.get_vocab(with_added_tokens=False).values()
+    return max(max(ids, default=-1), max(backend.get_added_tokens_decoder(), default=-1))
 
 
 def _without_first_prefix(backend: dict[str, Any]) -> Backend | None:

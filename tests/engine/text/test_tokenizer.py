@@ -122,6 +122,18 @@ def sentencepiece(tmp_path_factory):
     return load_tokenizer(path / "hf"), load_tokenizer(write_gguf(path / "t.gguf", content, "llama", scores=scores, kinds=kinds))
 
 
+def test_a_vocabulary_built_from_its_parts_is_the_one_its_json_describes(from_gguf, sentencepiece, tmp_path):
+    """Tokens the user added are among them: of the vocabulary in a GGUF file."""
+    content = json.loads(backend())
+    word = next(t for t in content["model"]["vocab"] if len(t) > 3)
+    added = load_tokenizer(write_gguf(tmp_path / "t.gguf", content, "gpt2", pre="qwen2", kinds={word: 4}))
+    assert added.files.backend["added_tokens"]
+    for built in (from_gguf, sentencepiece[1], added):
+        described = Backend.from_str(json.dumps(built.files.backend))
+        assert json.loads(built.plain.to_str()) == json.loads(described.to_str())
+        assert built.vocab_size == 1 + max([*described.get_vocab().values(), *built.special_ids])
+
+
 @given(st.text(max_size=40))
 def test_gguf_sentencepiece_decodes_what_it_encodes(sentencepiece, text):
     hf, ours = sentencepiece
