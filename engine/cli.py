@@ -5,10 +5,16 @@ Every failure is one line on stderr and a non-zero exit; Ctrl-C ends in order.
 
 from __future__ import annotations
 
+import sys
+
+from engine import early
+
+if __name__ == "__main__":  # before all imports that take time
+    early.begin(sys.argv[1:])
+
 import json
 import logging
 import socket
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,18 +1,22 @@
-"""The engine process' first lines: the model's file is on its way into memory while torch is imported, a second or two.
+"""The engine process' first lines: the model's file is on its way into memory while all else is imported.
 
-Started by `engine.supervisor`; what it then is, `engine.worker` says.
+Started by `engine.early` or `engine.supervisor`; what it then is, `engine.worker` says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from engine import mapped
 from engine.config import EngineConfig, in_place_wanted, parse_config
+from engine.early import WAIT
 from engine.hostmem import available_bytes
-from engine.lean import import_torch
 
 
 def files_of(config: EngineConfig) -> list[Path]:
@@ -23,14 +27,31 @@ def files_of(config: EngineConfig) -> list[Path]:
     return [model] if model.is_file() else sorted(model.glob("*.gguf")) or sorted(model.glob("*.safetensors"))
 
 
+def read_ahead(config: str) -> None:
+    with contextlib.suppress(ValueError):  # the worker says what is wrong with it
+        mapped.begin(files_of(parse_config(config)), available_bytes() or 0)
+
+
+def wait() -> None:
+    """Until the API process says what to serve, as our command line would have; the process ends when it never does."""
+    socket, config = sys.stdin.readline().rstrip("\n"), sys.stdin.readline()
+    if not config.endswith("\n"):
+        os._exit(0)
+    sys.argv[1:] = ["--socket", socket, "--config", config.rstrip("\n")]
+    read_ahead(sys.argv[-1])
+
+
 def main() -> None:
-    try:
-        text = sys.argv[sys.argv.index("--config") + 1]
-        mapped.begin(files_of(parse_config(text)), available_bytes() or 0)
-    except (ValueError, IndexError):
-        pass  # the worker says what is wrong with it
-    import_torch()
+    waiting = None
+    if sys.argv[1:] == [WAIT]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process ends us
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+    elif "--config" in sys.argv[:-1]:
+        read_ahead(sys.argv[sys.argv.index("--config") + 1])
     worker = importlib.import_module("engine.worker")
+    if waiting:
+        waiting.join()
     worker.leave(worker.main())
 
 

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine import early
 from engine.config import EngineConfig, dump_config
 from engine.connection import Connection
 from engine.ipc import (
@@ -43,7 +43,7 @@ from engine.state import EngineState, Stream
 
 log = logging.getLogger(__name__)
 
-WORKER = (sys.executable, "-m", "engine.process")
+WORKER = early.COMMAND
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # waits before the 1st, 2nd, ... restart in a row
 STEADY_S = 60.0  # a process that was ready for this long starts the backoff afresh
 LOADING_DEATHS = 3  # deaths before Ready in a row that are final: what kills it while loading will kill it again
@@ -79,7 +79,7 @@ class Supervisor:
         self._controls: dict[str, asyncio.Future[ControlReply]] = {}
         self._control_ids = 0
         self._writer: asyncio.Transport | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | early.Early | None = None
         self._connections: asyncio.Queue[Connection] = asyncio.Queue()
         self._changed, self._stopping = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -194,9 +194,8 @@ class Supervisor:
         """Run one worker from start to end and say how it ended."""
         while not self._connections.empty():  # of a process that died between connecting and being noticed
             self._connections.get_nowait().transport.close()
-        arguments = ("--socket", str(self._dir / "engine"), "--config", dump_config(self._config))
         try:
-            process = await asyncio.create_subprocess_exec(*self._command, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2)
+            process = await self._start(str(self._dir / "engine"), dump_config(self._config))
         except OSError as problem:  # too many processes, no memory
             return f"could not be started ({problem.strerror})"
         self._process = process
@@ -225,7 +224,14 @@ class Supervisor:
             connecting.cancel()
             ended.cancel()
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _start(self, socket: str, config: str) -> asyncio.subprocess.Process | early.Early:
+        begun = early.take() if self._command == WORKER else None
+        if begun and await begun.told(socket, config):
+            return begun
+        arguments = ("--socket", socket, "--config", config)
+        return await asyncio.create_subprocess_exec(*self._command, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=2)
+
+    async def _watch(self, process: asyncio.subprocess.Process | early.Early) -> None:
         """Ask a silent worker that has work for a sign of life, which it gives after every step; kill it when none comes."""
         pause, before = self._hang_s / 10, time.monotonic()
         self._heard = before
@@ -250,7 +256,7 @@ class Supervisor:
         if self.state.ready and self.state.message:
             self._set(message="")
 
-    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+    async def _reap(self, process: asyncio.subprocess.Process | early.Early) -> None:
         """The socket is closed; a process that still lives is of no use."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), EXIT_S)
