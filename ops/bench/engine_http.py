@@ -177,6 +177,7 @@ def free_port() -> int:
 @contextmanager
 def running(kind: type[Server], command: list[str], port: int, log: str) -> Iterator[Server]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed was compiled once, not at every start
     with Path(log).open("a") as out:
         began = time.perf_counter()
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)

@@ -27,6 +27,7 @@ import machine  # noqa: E402
 from engine_http import ROOT, LlamaServer, Ours, Server, free_port, llama_command, our_command, prompt_of, running  # noqa: E402
 
 CONTEXT = 2048
+SETTLE_S = 6.0  # in which ours reads what it leaves for later: it counts as held
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ def start(what: str, kind: type[Server], command: list[str], port: int, log: str
     share, began = machine.Share.start(), time.perf_counter()
     with running(kind, command, port, log) as server:
         server.stream(prompt_of(16, 16), 1)
-        first, peak = time.perf_counter() - began, server.peak_bytes()
+        first = time.perf_counter() - began
+        foreign = share.foreign(server.cpu_seconds())
+        time.sleep(SETTLE_S if kind is Ours else 0.0)
+        peak = server.peak_bytes()
         found = re.search(rb" weights .*\bs=([0-9.]+)", Path(log).read_bytes()[said:]) if Path(log).is_file() else None
         weights = float(found[1]) if found else None
-        return Start(what, cold, number, server.ready, first, weights, peak, share.foreign(server.cpu_seconds()))
+        return Start(what, cold, number, server.ready, first, weights, peak, foreign)
 
 
 def measure(args: argparse.Namespace) -> tuple[list[Start], list[float]]:
