@@ -6,14 +6,15 @@ import functools
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
+from engine import tensors
 from engine.config import EngineConfig, in_place_wanted
 from engine.cores import physical_cores
 from engine.experts.budget import Impossible
@@ -21,12 +22,14 @@ from engine.experts.cuda import device_of
 from engine.experts.devices import find_devices
 from engine.experts.filepool import Pack
 from engine.experts.pack import PackError
+from engine.experts.pool import data_of
 from engine.experts.streams import Device
 from engine.experts_control import ExpertParts
 from engine.fingerprint import checkpoint_parts
 from engine.grammar import GrammarError, Grammars, Vocabulary
 from engine.hostmem import available_bytes
-from engine.kernels.ops import Ops
+from engine.kernels.ops import Ops, Weight
+from engine.lean import device_full, threads_of_torch, torch, use_threads
 from engine.limits import Limits
 from engine.mapped import watched
 from engine.memory import CachePlan, TooLittleMemory, gib, plan_cache
@@ -49,7 +52,10 @@ from engine.prefix.textkeys import TextKeys
 from engine.promises import promised
 from engine.protocol import log_line
 from engine.runner import Forward
-from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from engine.tensors import Library, copiers, library_of
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +76,15 @@ class Parts:
     experts: ExpertParts | None = None  # None for a model without experts
     wanted_context: int = 0  # tokens one sequence may hold once there is memory for it; 0 = as many as now
     mapped: int = 0  # bytes of weights that lie in mapped files: the system counts them as available
+    library: Library = torch  # of the tensors that `forward` takes
+    later: Sequence[Callable[[], object]] = ()  # what a request might have to wait for, to be done when none is there
 
 
 def build(config: EngineConfig, progress: Progress) -> Parts:
     """Load the model and allocate its caches. Raises BuildError."""
     ops = choose_kernels(config.kernels, config.threads)
     device = device_of(ops)
+    library = tensors if ops.name == "cpu" else torch
     kernels = getattr(ops, "numerics", ops.name)  # cached tokens belong to the kernels whose bits they are
     try:
         pack = open_pack(Path(config.experts_pack).expanduser(), config.model, ops) if config.experts_pack else None
@@ -90,6 +99,7 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
                 experts=pack is None,
                 mapped=not config.fast_bytes,
                 host=held in ("host", "one memory"),
+                library=library,
             )
         log.info(log_line("weights", mapped=gib(loaded.mapped), of=gib(loaded.info.bytes), s=round(time.monotonic() - began, 3)))
         available = _available(device, loaded.mapped)
@@ -101,6 +111,8 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         pools = pack.pools if slots and device is None else ()  # a device has its caches elsewhere
         slot_bytes = sum(count * pool.expert_bytes for count, pool in zip(slots, pools, strict=False))
         slot_bytes += pack.expert_bytes if whole else 0
+        if not computes_here(loaded.weights, fast, pack, whole):
+            library, loaded = torch, loaded.in_torch()
         if fast and available <= slot_bytes:
             raise BuildError(f"--fast-memory asks for {gib(fast.size)}, {gib(available + fast.size)} are available: lower it")
         plan = plan_cache(
@@ -114,13 +126,13 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         )
     except (ModelError, TooLittleMemory, PackError) as problem:
         raise BuildError(str(problem)) from problem
-    except torch.OutOfMemoryError as problem:
+    except device_full() as problem:
         raise BuildError(
             "the weights do not fit into the device's memory: take a smaller quantization or --kernels cpu"
         ) from problem
     progress(1.0, "allocating the cache")
     try:
-        cache, plan = make_cache(loaded.spec, plan, ops)
+        cache, plan = make_cache(loaded.spec, plan, ops, library)
     except MemoryError as problem:
         text = f"KV cache: {gib(plan.total_bytes)} cannot be allocated ({gib(available)} seemed available): lower --kv-memory"
         raise BuildError(text) from problem
@@ -147,16 +159,26 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         "cache_bytes": plan.total_bytes,
         **msgspec.to_builtins(loaded.info),
     }
-    tokenizer = functools.cache(lambda: load_tokenizer(config.model))  # read once, for both who ask what a token spells
-    prefix = make_prefix(config, cache, plan, kernels, tokenizer)
+    tokenizer = functools.cache(lambda: tokenizer_of(config.model))  # read once, for both who ask what a token spells
+    keys = text_keys(tokenizer)
+    prefix = make_prefix(config, cache, plan, kernels, keys)
     grammars = Grammars(lambda: read_vocabulary(tokenizer, loaded.spec))
+    forward = watched(lambda batch: decoder.forward(batch, cache), (*loaded.files, *files))
+    mapped = loaded.mapped + (pack.expert_bytes if whole else 0)
+    later = (functools.partial(warm, grammars), keys.warm)
+    return Parts(forward, prefix, limits, model, grammars, experts, plan.wanted_context, mapped, library, later)
+
+
+def warm(grammars: Grammars) -> None:
     try:
         grammars.warm()
     except GrammarError as problem:
         log.warning("requests with a grammar will be refused: %s", problem)
-    forward = watched(lambda batch: decoder.forward(batch, cache), (*loaded.files, *files))
-    mapped = loaded.mapped + (pack.expert_bytes if whole else 0)
-    return Parts(forward, prefix, limits, model, grammars, experts, plan.wanted_context, mapped)
+
+
+def computes_here(weights: Mapping[str, Weight], fast: FastMemory | None, pack: Pack | None, whole: bool) -> bool:
+    """Whether nothing but the native kernels handles these weights: experts that move between memories are torch's."""
+    return fast is None and (pack is None or whole) and library_of(data_of(weights["embed"])) is tensors
 
 
 def held_by(config: EngineConfig, ops: Ops, device: Device | None, pack: Pack | None) -> Held:
@@ -197,17 +219,17 @@ def _others(available: int) -> int:
     return size
 
 
-def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops) -> tuple[Cache, CachePlan]:
+def make_cache(spec: ModelSpec, plan: CachePlan, ops: Ops, library: Library) -> tuple[Cache, CachePlan]:
     """The tensors, with room to grow where address space allows. Raises MemoryError."""
     if ops.device.type != "cpu":  # its memory is taken at once: there is no room to grow into
         plan = replace(plan, most_pages=plan.pages, most_slots=plan.slots)
         return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype, ops.device), plan
     try:
-        return allocate_cache(spec, plan.most_pages, plan.most_slots, ops.kv_dtype), plan
+        return allocate_cache(spec, plan.most_pages, plan.most_slots, ops.kv_dtype, library=library), plan
     except MemoryError as problem:
         log.warning(log_line("the cache cannot grow while the engine runs", why=str(problem)))
         plan = replace(plan, most_pages=plan.pages, most_slots=plan.slots)
-        return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype), plan
+        return allocate_cache(spec, plan.pages, plan.slots, ops.kv_dtype, library=library), plan
 
 
 def fast_memory(config: EngineConfig) -> FastMemory | None:
@@ -219,11 +241,18 @@ def fast_memory(config: EngineConfig) -> FastMemory | None:
     return FastMemory(config.fast_bytes, float(config.fast_link), config.pin_bytes)
 
 
+def tokenizer_of(model: str) -> Tokenizer:
+    """Raises TokenizerError."""
+    from engine.text.tokenizer import load_tokenizer  # not before somebody asks
+
+    return load_tokenizer(model)
+
+
 def read_vocabulary(read: Callable[[], Tokenizer], spec: ModelSpec) -> Vocabulary:
     """The checkpoint's vocabulary as bytes. Raises GrammarError when it has no tokenizer."""
     try:
         tokenizer = read()
-    except TokenizerError as problem:
+    except ValueError as problem:  # TokenizerError
         raise GrammarError(f"a grammar needs the model's tokenizer: {problem}") from problem
     tokens = [tokenizer.token_bytes(i) for i in range(spec.vocab)]
     eos = next(iter([*tokenizer.eos_ids, *spec.eos_ids]), 0)
@@ -241,7 +270,7 @@ def choose_kernels(name: str, threads: int) -> Ops:
     if name != "reference":
         try:
             ops = importlib.import_module("engine.kernels.cpu").CpuOps(threads)
-            torch.set_num_threads(1)
+            use_threads(1)
             nodes = {"memory_nodes": nodes} if (nodes := describe()) else {}
             log.info(log_line("kernels", isa=ops.isa, threads=ops.threads, bound=ops.bound, **nodes))
             return ops
@@ -251,7 +280,7 @@ def choose_kernels(name: str, threads: int) -> Ops:
             log.warning(
                 "the native kernels are not usable (%s): the slow reference kernels are used; run ops/build_native", problem
             )
-    torch.set_num_threads(threads)
+    use_threads(threads)
     return importlib.import_module("engine.kernels.reference").ReferenceOps()
 
 
@@ -269,19 +298,18 @@ def _cuda_kernels() -> Ops:
 
 @contextmanager
 def copying_threads(threads: int) -> Iterator[None]:
-    """torch copies weights with this many threads inside: one alone touches fresh memory at a fraction of its rate. Its threads
-    sleep afterwards, as `choose_kernels` left them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, threads))
+    """Weights are copied with this many threads inside: one alone touches fresh memory at a fraction of its rate. torch's sleep
+    afterwards, as `choose_kernels` left them."""
+    before = threads_of_torch()
+    use_threads(max(before, threads))
     try:
-        yield
+        with copiers.threads(threads):
+            yield
     finally:
-        torch.set_num_threads(before)
+        use_threads(before)
 
 
-def make_prefix(
-    config: EngineConfig, cache: Cache, plan: CachePlan, kernels: str, tokenizer: Callable[[], Tokenizer]
-) -> PrefixCache:
+def make_prefix(config: EngineConfig, cache: Cache, plan: CachePlan, kernels: str, keys: TextKeys) -> PrefixCache:
     """The cache in memory and, where `kv_disk` names a usable directory, on disk."""
     storage = TensorStorage(cache)
     disk, store = None, None
@@ -304,19 +332,23 @@ def make_prefix(
         state_budget=plan.state_budget,
         disk=disk if store else None,
         store=store,
-        text_keys=text_keys(tokenizer),
+        text_keys=keys,
     )
 
 
-def text_keys(read: Callable[[], Tokenizer]) -> TextKeys | None:
-    """What each token spells; None for a checkpoint without a readable tokenizer, whose prompts then match by token only."""
-    try:
-        tokenizer = read()
-    except ValueError as problem:
-        log.warning(log_line("prompts are matched by token only", why=str(problem)))
-        return None
-    specials = tokenizer.special_ids
-    return TextKeys([None if i in specials else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)])
+def text_keys(read: Callable[[], Tokenizer]) -> TextKeys:
+    """What each token spells, read when first asked for. Without a readable tokenizer prompts match by token only."""
+
+    def spelling() -> list[bytes | None]:
+        try:
+            tokenizer = read()
+        except ValueError as problem:
+            log.warning(log_line("prompts are matched by token only", why=str(problem)))
+            return []
+        specials = tokenizer.special_ids
+        return [None if i in specials else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+
+    return TextKeys(spelling)
 
 
 def _log_plan(plan: CachePlan, kernels: str, available: int) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.ipc import Grammar
 from engine.sampling import NoToken, Row
 from engine.text.grammar import first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 
 class GrammarError(ValueError):
@@ -45,12 +48,16 @@ class Grammars:
     def warm(self) -> None:
         """Read the vocabulary. Raises GrammarError."""
         if self._tokenizer is None:
+            from llguidance import LLTokenizer, TokenizerWrapper  # not before somebody asks for a grammar
+
             self._tokenizer = LLTokenizer(TokenizerWrapper(_Wrapped(self._load())))
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Raises GrammarError."""
         matcher = self._compiled.get(grammar.lark)
         if matcher is None:
+            from llguidance import LLMatcher
+
             self.warm()
             matcher = LLMatcher(self._tokenizer, grammar.lark, log_level=0)
             if matcher.is_error():

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
-
+from engine.lean import torch
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
 from engine.nn.batch import PAGE
 

@@ -14,6 +14,7 @@ from engine.experts.filepool import Pack
 from engine.experts.inplace import MappedExperts
 from engine.experts.layers import spans
 from engine.experts.locking import Locked, lock_banks
+from engine.experts.pool import data_of
 from engine.experts.recording import Recording
 from engine.experts.streams import HERE, Device
 from engine.experts_control import ExpertParts
@@ -26,6 +27,7 @@ from engine.nn.experts import Experts, InPlace, expert_banks
 from engine.packing import stream_experts
 from engine.plan import FastMemory, Placed, file_shape, host_shape, place_loaded, read_rate
 from engine.protocol import log_line
+from engine.tensors import library_of
 from engine.tiers import Kernels, Source, Ways, read_banks, run_groups
 
 log = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ def on_one_memory(what: Placing) -> ExpertParts:
 
 
 def packed_in_place(what: Placing) -> tuple[ExpertParts, tuple[MappedFile, ...]]:
-    executor = MappedExperts(what.pack, what.ops)
+    executor = MappedExperts(what.pack, what.ops, library_of(data_of(what.loaded.weights["embed"])))
     shape = replace(host_shape(executor.banks), kind=what.pack.stored_as, packed=True)
     placed = place_loaded(what.loaded, what.ops, what.cache, shape, forced=what.config.placement or None)
     return expert_parts(executor, placed), (executor.file,)

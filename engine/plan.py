@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from engine.experts.budget import Hardware, Impossible, Load, Mode
 from engine.experts.calibrate import Profile, measure_disk, usable_profile, with_link
 from engine.experts.cuda import device_of
@@ -48,7 +46,11 @@ KINDS = (
     ("moe.", "router and shared expert"),
 )
 POOL = "routed experts"
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # by their ggml names, as block types have them
+DTYPES = {
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.float32": "F32",
+}  # as ggml names them
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def expert_kind(checkpoint: Checkpoint) -> str:
     for piece in checkpoint.pieces:
         if kind_of(piece.name) == POOL:
             kind = checkpoint.kind(piece.source)
-            sizes[DTYPES.get(kind, kind)] += checkpoint.nbytes(piece.source)
+            sizes[DTYPES.get(str(kind), str(kind))] += checkpoint.nbytes(piece.source)
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
@@ -285,7 +287,7 @@ class Shape:
 
 def host_shape(banks: Sequence[Bank]) -> Shape:
     kind = banks[0].gate_up
-    name = kind.type if isinstance(kind, Quant) else DTYPES[kind.dtype]
+    name = kind.type if isinstance(kind, Quant) else DTYPES[str(kind.dtype)]
     pool = sum(bank_bytes(b) for b in banks)
     return Shape(len(banks), banks[0].experts, pool // sum(b.experts for b in banks), pool, name)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.ipc import RequestError, TokenLogprob
+from engine.lean import torch
 from engine.nn.batch import Flat
 from engine.sampling import NoToken, Row, apply_bias, ban, draw, greedy, logprobs, no_token, penalize, uniform
 from engine.sequence import Sequence
 from engine.step import Chunk, Outcome, Step
+from engine.tensors import Library
 
 try:
     from engine import _native
@@ -23,27 +25,27 @@ except ImportError:
     SAMPLING = False  # numpy does it
 
 # logits float32 [R, V] of the rows that want them; an array holds them until the next step only
-Forward = Callable[[Flat], torch.Tensor | NDArray[np.float32]]
+Forward = Callable[[Flat], Any]
 
 
 class Runner:
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, library: Library = torch) -> None:
+        self._forward, self._library = forward, library
 
     def run(self, step: Step) -> list[Outcome]:
         """One `Outcome` per chunk. Raises whatever the forward pass raises; a failure to sample stays with its sequence."""
-        logits = self._forward(make_batch(step))
+        logits = self._forward(make_batch(step, self._library))
         return read_logits(step, logits if isinstance(logits, np.ndarray) else logits.cpu().numpy())
 
 
-def make_batch(step: Step) -> Flat:
-    """Wanted are the logits of each chunk's echo rows, then of its last row when it samples."""
+def make_batch(step: Step, library: Library = torch) -> Flat:
+    """Wanted are the logits of each chunk's echo rows, then of its last row when it samples; its tensors are of `library`."""
     pieces = []
     for chunk in step:
         seq, end, kept = chunk.seq, chunk.end, chunk.kept
         wanted = (*chunk.echo, end - 1) if chunk.sample else tuple(chunk.echo)
         pieces.append((seq.tokens, chunk.start, end, seq.lease.slot, seq.lease.pages, wanted, kept and (kept.offset, kept.slot)))
-    return Flat(pieces)
+    return Flat(pieces, library)
 
 
 def read_logits(step: Step, logits: NDArray[np.float32]) -> list[Outcome]:

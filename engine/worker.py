@@ -22,8 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-import torch
-
 from engine import experts_control
 from engine.build import BuildError, Parts, build
 from engine.cache_control import BadCommand, rebuild
@@ -45,6 +43,7 @@ from engine.ipc import (
     ToWorker,
     frame,
 )
+from engine.lean import device_full
 from engine.mapped import FileChanged
 from engine.promises import Promise
 from engine.protocol import log_line
@@ -58,6 +57,7 @@ log = logging.getLogger(__name__)
 RECEIVE = 1 << 20  # bytes a receive asks for: a long prompt arrives in few calls
 BROKEN_STEPS = 3  # failed steps in a row after which the process ends and is started afresh
 RATE_WINDOW_S = 10.0
+WARM_S = 2.0  # without a request before what one might wait for is done: whoever saw us become ready asks sooner
 IDLE_S = 0.2  # between two looks at the prefix cache's writer when nothing else happens
 STALLED_S = 0.05  # wait before planning again when nothing could run; only a scheduler bug leads here, and it must not spin
 
@@ -134,13 +134,15 @@ class Worker:
     ) -> None:
         self._channel, self._parts, self._clock = channel, parts, clock
         self._scheduler = Scheduler(parts.prefix, parts.limits, clock, parts.grammars)
-        self._runner = Runner(parts.forward)
+        self._runner = Runner(parts.forward, parts.library)
         self._born = clock()
         self._memory = Elastic(stores_of(parts, self._scheduler), promise=promise, device=memory_info(), mapped=parts.mapped)
         self._context = parts.limits.max_context  # as the API process was told
         self._broken = 0
         self._prefilled, self._decoded = Rate(), Rate()
         self._replies: list[FromWorker] = []
+        self._later = deque(parts.later)
+        self._rested = clock()  # since when nobody has asked for anything
         self._end_at: float | None = None  # when the loop ends although requests still run
 
     def run(self) -> int:
@@ -163,8 +165,11 @@ class Worker:
         idle = self._memory.tick(self._clock())
         if self._parts.prefix.tick():
             idle = min(idle, IDLE_S)
+        if self._later:
+            idle = min(idle, WARM_S)
         for message in self._channel.receive(0.0 if self._scheduler.busy else idle):
             self._handle(message)
+        self._warm()
         step = self._scheduler.plan()
         if step:
             self._compute(step)
@@ -172,6 +177,17 @@ class Worker:
         if not step and self._scheduler.busy:
             for message in self._channel.receive(STALLED_S):
                 self._handle(message)
+
+    def _warm(self) -> None:
+        """One thing that a request might otherwise wait for, once WARM_S have passed without any."""
+        now = self._clock()
+        if self._scheduler.busy:
+            self._rested = now
+        elif self._later and now - self._rested >= WARM_S:
+            try:
+                self._later.popleft()()
+            except Exception:  # whoever needs it meets the error again
+                log.exception("preparing what requests may ask for failed")
 
     def _over(self) -> bool:
         """After a wish to stop: when no request is left that a client waits for, or the time for them is up."""
@@ -189,7 +205,7 @@ class Worker:
     def _compute(self, step: Step) -> None:
         try:
             outcomes = self._runner.run(step)
-        except (MemoryError, torch.OutOfMemoryError):
+        except (MemoryError, *device_full()):
             self._fail(
                 step, 507, "out_of_memory", "the engine ran out of memory in this step: lower --prefill-chunk or --max-running"
             )

@@ -191,8 +191,6 @@ Ops* make(int threads, const std::string& isa, const std::vector<int>& cpus) {
 } // namespace
 
 NB_MODULE(_native, m) {
-    nb::module_ torch = nb::module_::import_("torch");
-    for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i] = nb::object(torch.attr(DTYPES[i].name)).release().ptr();
     nb::list types;
     for (const FormatInfo& f : FORMATS) types.append(f.name);
     m.attr("TYPES") = nb::tuple(types);

@@ -21,7 +21,7 @@ template <class Half> struct Bound {
         return data;
     }
     const float* needed(nb::object h, const char* name, int64_t size) {
-        if (h.is_none()) fail(std::string(name) + ": expected a torch tensor");
+        if (h.is_none()) fail(std::string(name) + ": expected a tensor");
         return vector(std::move(h), name, size);
     }
     Matrix held(const Typed& w, const char* name, int dims, int64_t cols) {

@@ -1,4 +1,4 @@
-// Reading torch tensors that Python hands in, and every check of them: a bad argument is a ValueError here.
+// Reading tensors that Python hands in, of torch or of engine.tensors, and every check of them: a bad argument is a ValueError here.
 //
 // Tensors are read through four attributes (dtype, shape, is_contiguous, data_ptr): no torch headers, and a tenth of the cost
 // of a DLPack round trip, which matters at a hundred calls a token.
@@ -20,7 +20,29 @@ struct DType {
 };
 constexpr DType DTYPES[] = {{"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"uint8", 1}, {"int32", 4}};
 enum { F32, F16, BF16, U8, I32, DTYPE_COUNT };
-inline PyObject* dtypes[DTYPE_COUNT]; // torch's singletons, held for the life of the process
+// The dtypes of a library that tensors come from: its singletons, held for the life of the process once it is imported.
+struct Library {
+    const char* module;
+    PyObject* dtypes[DTYPE_COUNT];
+
+    int find(PyObject* dtype) {
+        if (!dtypes[0]) {
+            PyObject* found = PyDict_GetItemString(PyImport_GetModuleDict(), module);
+            if (!found) return DTYPE_COUNT;
+            for (int i = 0; i < DTYPE_COUNT; i++) dtypes[i] = nb::object(nb::handle(found).attr(DTYPES[i].name)).release().ptr();
+        }
+        int i = 0;
+        while (i < DTYPE_COUNT && dtypes[i] != dtype) i++;
+        return i;
+    }
+};
+inline Library libraries[] = {{"engine.tensors", {}}, {"torch", {}}};
+
+// DTYPE_COUNT for one that no kernel knows.
+inline int dtype_of(PyObject* dtype) {
+    const int own = libraries[0].find(dtype);
+    return own < DTYPE_COUNT ? own : libraries[1].find(dtype);
+}
 
 struct Tensor {
     uint8_t* data;
@@ -52,7 +74,7 @@ inline Tensor any_tensor(nb::handle h, const char* name, int64_t* apart = nullpt
         nb::object o = nb::steal(PyObject_GetAttr(h.ptr(), attr));
         if (!o.is_valid()) {
             PyErr_Clear();
-            fail(std::string(name) + ": expected a torch tensor");
+            fail(std::string(name) + ": expected a tensor");
         }
         return o;
     };
@@ -64,8 +86,7 @@ inline Tensor any_tensor(nb::handle h, const char* name, int64_t* apart = nullpt
     Tensor t{};
     t.name = name;
     nb::object dtype = get(n_dtype), shape = get(n_shape);
-    for (t.dtype = 0; t.dtype < DTYPE_COUNT && dtypes[t.dtype] != dtype.ptr();) t.dtype++;
-    if (t.dtype == DTYPE_COUNT) fail(std::string(name) + ": dtype " + nb::str(dtype).c_str() + " has no kernel");
+    if ((t.dtype = dtype_of(dtype.ptr())) == DTYPE_COUNT) fail(std::string(name) + ": dtype " + nb::str(dtype).c_str() + " has no kernel");
     if (get(n_cpu).ptr() != Py_True) fail(std::string(name) + ": tensor is not in CPU memory");
     if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > 5) fail(std::string(name) + ": more than 5 dimensions");
     t.dims = (int)PyTuple_GET_SIZE(shape.ptr());

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from engine.experts.pool import Pool, Room, bank_bytes, copy_expert, data_of
 from engine.experts.streams import Device, Mark
 from engine.kernels.ops import Quant, Weight
+from engine.lean import torch
 from engine.nn.experts import Bank
 
 

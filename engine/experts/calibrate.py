@@ -18,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from engine.experts.filepool import PIECE, READERS
 from engine.experts.identity import Machine
 from engine.experts.split import Rates
 from engine.hostmem import huge
 from engine.kernels.blocks import MX_GROUP, NV_GROUP, f8_blocks, mxfp4_blocks, nvfp4_blocks
 from engine.kernels.ops import Ops, Quant, Weight
+from engine.lean import torch
 from engine.protocol import log_line
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from engine.experts.filelink import FileLink
+from engine.lean import torch
 
 if TYPE_CHECKING:
     from engine.experts.executor import TieredExperts

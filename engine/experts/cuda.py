@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from engine.experts.streams import Mark, Pair
+from engine.lean import torch
 
 
-def device_of(ops: object, cuda: Any = torch.cuda) -> Cuda | None:
+def device_of(ops: object, cuda: Any = None) -> Cuda | None:
     """The device that these kernels compute on; None for the processor's."""
     where = getattr(ops, "device", None)
     return Cuda(where.index or 0, cuda) if where is not None and where.type == "cuda" else None
@@ -30,7 +29,8 @@ class Cuda:
 
     apart = True
 
-    def __init__(self, index: int = 0, cuda: Any = torch.cuda, new: Any = torch) -> None:
+    def __init__(self, index: int = 0, cuda: Any = None, new: Any = torch) -> None:
+        cuda = cuda or torch.cuda
         self._cuda, self._new = cuda, new
         self.where = torch.device("cuda", index)
         self._copies = cuda.Stream(self.where)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from engine.experts.calibrate import (
     HIDDEN,
     INTER,
@@ -23,6 +21,7 @@ from engine.experts.filepool import PIECE
 from engine.experts.pool import data_of
 from engine.experts.streams import Device, Mark
 from engine.kernels.ops import Ops, Quant
+from engine.lean import torch
 
 SIZES = (64 << 10, 512 << 10, PIECE, 16 << 20)  # of one copy: below a piece of a pack, a piece, a large expert
 SOURCE_BYTES = 256 << 20  # page-locked, larger than the processor's caches

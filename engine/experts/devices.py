@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from engine.lean import here, torch
 
 ROOT = Path("/")
 VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
@@ -38,8 +38,11 @@ class Device:
         return ", ".join(text for text in (self.name, size, slot) if text)
 
 
-def memory_info(cuda: Any = torch.cuda) -> Callable[[], tuple[int, int]] | None:
+def memory_info(cuda: Any = None) -> Callable[[], tuple[int, int]] | None:
     """What tells the free and all bytes of the device that this process computes on; None where it has none."""
+    if cuda is None and not here():
+        return None
+    cuda = cuda or torch.cuda
     return cuda.mem_get_info if cuda.is_available() else None
 
 

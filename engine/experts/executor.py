@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from engine.experts.arena import Arena, DeviceArena
 from engine.experts.call import Call
 from engine.experts.filelink import FileLink, reads_by_itself
@@ -29,6 +27,7 @@ from engine.experts.slots import Slots
 from engine.experts.split import Rates, best_split
 from engine.experts.streams import HERE, Device
 from engine.kernels.ops import Ops
+from engine.lean import torch
 from engine.protocol import log_line
 
 log = logging.getLogger(__name__)

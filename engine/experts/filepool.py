@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 
 from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, read_index
 from engine.experts.pool import Piece, Stage, data_of
 from engine.hostmem import huge
 from engine.kernels.ops import Quant, Weight
+from engine.lean import torch
 from engine.nn.experts import Bank
 from engine.protocol import log_line
+from engine.tensors import dtype_in
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ def _open_direct(path: Path) -> int:
 
 def _empty(part: Part) -> Weight:
     if part.kind in FLOATS:
-        return torch.empty(0, part.rows, part.cols, dtype=FLOATS[part.kind])
+        return torch.empty(0, part.rows, part.cols, dtype=dtype_in(torch, FLOATS[part.kind]))
     return Quant(torch.empty(0, part.rows, part.bytes // part.rows, dtype=torch.uint8), part.kind, part.cols)
 
 

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from engine.experts.executor import TieredExperts
 from engine.experts.predict import Predictor
+from engine.lean import torch
 from engine.memory import gib
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+import numpy as np
 
 from engine.experts.filepool import Pack
 from engine.experts.pack import FLOATS, Part
 from engine.kernels.ops import Ops, Quant, Weight
+from engine.lean import torch
 from engine.mapped import MappedFile, map_file
 from engine.nn.experts import Bank
+from engine.tensors import Library, dtype_in, uint8
 
 
 class MappedExperts:
     """`nn.experts.Experts` over the records of `pack`. Raises OSError when its file cannot be mapped."""
 
-    def __init__(self, pack: Pack, ops: Ops) -> None:
+    def __init__(self, pack: Pack, ops: Ops, library: Library = torch) -> None:
         self._pack, self._moe = pack, ops.moe
         self.file = map_file(pack.path)
-        self._banks = [_bank(pack, layer, self.file) for layer in range(pack.layers)]
+        self._banks = [_bank(pack, layer, self.file, library) for layer in range(pack.layers)]
         self._left = [pack.experts] * pack.layers  # experts of a layer that were not verified yet
         self._checkers = ThreadPoolExecutor(max(1, getattr(ops, "threads", 1)), "verify")
 
@@ -38,7 +40,7 @@ class MappedExperts:
         pack = self._pack
         record, begin = pack.index.kinds[pack.index.layout[layer]].record, pack.index.offset(layer)
         whole = memoryview(self.file.memory)
-        new = [expert for expert in ids.unique().tolist() if not pack.verified(layer, expert)]
+        new = [expert for expert in np.unique(ids.numpy()).tolist() if not pack.verified(layer, expert)]
 
         def check(expert: int) -> None:
             at = begin + expert * record
@@ -49,17 +51,18 @@ class MappedExperts:
             self._left[layer] -= len(new)
 
 
-def _bank(pack: Pack, layer: int, file: MappedFile) -> Bank:
+def _bank(pack: Pack, layer: int, file: MappedFile, library: Library) -> Bank:
     kind, at = pack.index.kinds[pack.index.layout[layer]], pack.index.offset(layer)
-    up = _weight(file, kind.gate_up, at, pack.experts, kind.record)
-    return Bank(up, _weight(file, kind.down, at + kind.gate_up.bytes, pack.experts, kind.record), pack.index.act)
+    up = _weight(file, kind.gate_up, at, pack.experts, kind.record, library)
+    down = _weight(file, kind.down, at + kind.gate_up.bytes, pack.experts, kind.record, library)
+    return Bank(up, down, pack.index.act)
 
 
-def _weight(file: MappedFile, part: Part, at: int, experts: int, record: int) -> Weight:
+def _weight(file: MappedFile, part: Part, at: int, experts: int, record: int, library: Library) -> Weight:
     """[E, rows, cols] in the records that begin at `at`, one every `record` bytes."""
-    dtype = FLOATS.get(part.kind, torch.uint8)
+    dtype = dtype_in(library, FLOATS.get(part.kind, uint8))
     size = (experts - 1) * record + part.bytes
-    raw = torch.frombuffer(file.memory, dtype=dtype, count=size // dtype.itemsize, offset=at)
+    raw = library.frombuffer(file.memory, dtype=dtype, count=size // dtype.itemsize, offset=at)
     width = part.bytes // part.rows // dtype.itemsize
     data = raw.as_strided((experts, part.rows, width), (record // dtype.itemsize, width, 1))
     return data if part.kind in FLOATS else Quant(data, part.kind, part.cols)

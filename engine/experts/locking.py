@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from engine.experts.pool import data_of
+from engine.lean import torch
 from engine.memory import gib
 from engine.nn.experts import Bank
 from engine.protocol import log_line
@@ -58,8 +57,9 @@ def lock_banks(banks: Iterable[Bank], budget: int, lock: tuple[str, Lock] | None
     return Locked(done, short, by if done else "", why)
 
 
-def this_machines(cuda: Any = torch.cuda) -> tuple[str, Lock]:
+def this_machines(cuda: Any = None) -> tuple[str, Lock]:
     """Registered with the device where there is one (not yet run on one), else locked by the system alone."""
+    cuda = cuda or torch.cuda
     if not cuda.is_available():
         raise_limit()
         return "mlock", mlock

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from engine.experts.locking import HINT, Lock, lock_banks
 from engine.experts.pool import bank_bytes, data_of
 from engine.kernels.ops import Ops, Quant, Weight
+from engine.lean import torch
 from engine.memory import gib
 from engine.nn.experts import Bank, InPlace
 

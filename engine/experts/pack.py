@@ -16,17 +16,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 
+from engine import tensors
 from engine.experts.pool import data_of
 from engine.kernels.ops import Quant, Weight
 from engine.memory import gib
 from engine.nn.experts import Bank
+from engine.tensors import library_of
 
 BLOCK = 4096  # direct reads must begin and end on the disk's blocks; no disk has larger ones
 VERSION = 2  # 1: all layers of one kind, CRC-32
-FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FLOATS = {"bf16": tensors.bfloat16, "f16": tensors.float16, "f32": tensors.float32}
 
 
 class PackError(Exception):
@@ -210,13 +211,13 @@ def _kind(bank: Bank) -> Kind:
 
 
 def _part(weight: Weight) -> Part:
-    kinds = {dtype: name for name, dtype in FLOATS.items()}
+    kinds = {str(dtype): name for name, dtype in FLOATS.items()}
     data = data_of(weight)
-    kind = weight.type if isinstance(weight, Quant) else kinds[weight.dtype]
+    kind = weight.type if isinstance(weight, Quant) else kinds[str(weight.dtype)]
     return Part(kind, weight.shape[1], weight.shape[2], data[0].nbytes)
 
 
 def _bytes(weight: Weight) -> np.ndarray:
     """[E, bytes of an expert]"""
     data = data_of(weight).contiguous()
-    return data.reshape(len(data), -1).view(torch.uint8).numpy()
+    return data.reshape(len(data), -1).view(library_of(data).uint8).numpy()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
-
-import torch
+from typing import Protocol, TypeAlias
 
 from engine.hostmem import give_back, lazy, prefer_huge_pages
 from engine.kernels.ops import Quant, Weight
+from engine.lean import torch
 from engine.nn.experts import Bank
 from engine.numa import interleave
 
-Stage = Callable[[int], torch.Tensor]  # bytes -> page-locked memory for so many
-Piece = tuple[int, int, torch.Tensor]  # of gate_up (0) or down (1), from this byte on: these bytes
+Stage: TypeAlias = "Callable[[int], torch.Tensor]"  # bytes -> page-locked memory for so many
+Piece: TypeAlias = "tuple[int, int, torch.Tensor]"  # of gate_up (0) or down (1), from this byte on: these bytes
 
 
 class Pool(Protocol):

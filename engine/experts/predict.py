@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-
 from engine.experts.streams import HERE, Device
 from engine.kernels.ops import Ops, Weight
+from engine.lean import torch
 
 ROWS = 8  # more tokens touch most experts of a layer anyway
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 
-import torch
-
 from engine.experts.trace import MAX_BYTES, Recorder
+from engine.lean import torch
 from engine.nn.experts import Bank, Experts
 
 

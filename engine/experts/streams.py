@@ -8,11 +8,11 @@ memory itself, where everything has happened when a call returns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-import torch
+from engine.lean import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # (to, from), of one shape and type, each without gaps
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # (to, from), of one shape and type, each without gaps
 
 
 class Mark(Protocol):

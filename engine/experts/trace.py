@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from engine.lean import torch
 
 MAX_BYTES = 64 << 20  # of ids a recorder holds: 80K tokens of a model with 48 layers and 8 experts a token
 MOST = 1 << 16  # layers, and experts of one: their numbers have 16 bits

@@ -10,9 +10,8 @@ kernels. Each function here is a permutation of bits; no number changes. `dequan
 
 from __future__ import annotations
 
-import torch
-
 from engine.kernels.ops import Quant
+from engine.lean import torch
 
 F8_GROUP, NV_GROUP, NV_SCALED, MX_GROUP = 128, 16, 128, 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

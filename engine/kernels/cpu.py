@@ -6,16 +6,16 @@ each operation are written down in `docs/kernels.md`.
 
 from __future__ import annotations
 
-import torch
-
 from engine import _native
 from engine.cores import own_cores, physical_cores
 from engine.kernels.cpu_joined import CpuJoined, floats, stored
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer, Weight
+from engine.lean import torch
 from engine.models.spec import DeltaNetSpec, MoeSpec
 from engine.numa import spread
+from engine.tensors import CPU, bfloat16, library_of
 
-ABI = 7  # of the module these calls are written for (native/cpu.h)
+ABI = 8  # of the module these calls are written for (native/cpu.h)
 if getattr(_native, "ABI", 0) != ABI:
     found = getattr(_native, "ABI", "none")
     raise ImportError(f"{_native.__file__} was built from other sources (interface {found}, not {ABI}): run ops/build_native")
@@ -32,8 +32,8 @@ class CpuOps:
     """
 
     name = "cpu"
-    device = torch.device("cpu")
-    kv_dtype = torch.bfloat16
+    device = CPU
+    kv_dtype = bfloat16
     quant_types = frozenset(_native.TYPES)
     weight_bytes = None
     maps = getattr(_native, "MAPS", False)  # a module built before it knew how copies everything
@@ -73,18 +73,18 @@ class CpuOps:
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
         data, kind = stored(table)
-        out = torch.empty(ids.shape[0], table.shape[-1])
+        out = library_of(ids).empty(ids.shape[0], table.shape[-1])
         self._ops.embed(out, data, kind, ids)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._ops.rms_norm(out, x, floats(weight), eps, plus_one)
         return out
 
     def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._ops.add_norm(out, x, added, weight, eps)
         return out
 
@@ -103,13 +103,13 @@ class CpuOps:
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         data, kind = stored(weight)
-        out = torch.empty(x.shape[0], data.shape[0])
+        out = x.new_empty(x.shape[0], data.shape[0])
         self._ops.linear(out, x.contiguous(), data, kind, floats(bias))
         return out
 
     def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._ops.rope(out, x, cos.contiguous(), sin.contiguous(), interleaved)
         return out
 
@@ -124,20 +124,20 @@ class CpuOps:
         window: int | None,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         self._ops.attention(out, q, k, v, kv.k, kv.v, seg.cu, seg.start, seg.pages, scale, window or 0)
         return out
 
     def heads_linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         data, kind = stored(weight)
-        out = torch.empty(*x.shape[:2], data.shape[1])
+        out = x.new_empty(*x.shape[:2], data.shape[1])
         self._ops.heads_linear(out, x.contiguous(), data, kind)
         return out
 
     def latent_attention(
         self, q: torch.Tensor, latent: torch.Tensor, kv: KVLayer, seg: Segments, scale: float, rank: int
     ) -> torch.Tensor:
-        out = torch.empty(*q.shape[:2], rank)
+        out = q.new_empty(*q.shape[:2], rank)
         self._ops.latent_attention(out, q.contiguous(), latent.contiguous(), kv.k, seg.cu, seg.start, seg.pages, scale)
         return out
 
@@ -151,7 +151,7 @@ class CpuOps:
         seg: Segments,
         spec: DeltaNetSpec,
     ) -> torch.Tensor:
-        out = torch.empty(qkv.shape[0], spec.value_heads, spec.value_dim)
+        out = qkv.new_empty(qkv.shape[0], spec.value_heads, spec.value_dim)
         conv, dt_bias, a_log = (floats(weights[name]) for name in ("conv", "dt_bias", "a_log"))
         qkv, a, b = qkv.contiguous(), a.contiguous(), b.contiguous()
         self._ops.delta_net(out, qkv, a, b, conv, dt_bias, a_log, state.conv, state.s, seg.cu, seg.slot, seg.kept)
@@ -159,19 +159,19 @@ class CpuOps:
 
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._ops.gated_norm(out, x, z.contiguous(), floats(weight), eps)
         return out
 
     def gate_mul(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
         up = up.contiguous()
-        out = torch.empty_like(up)
+        out = up.new_empty(up.shape)
         self._ops.gate_mul(out, gate.expand_as(up).contiguous(), up, act)
         return out
 
     def route(self, logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = torch.empty(logits.shape[0], spec.top_k, dtype=torch.int32)
-        weights = torch.empty(logits.shape[0], spec.top_k)
+        ids = logits.new_empty(logits.shape[0], spec.top_k, dtype=library_of(logits).int32)
+        weights = logits.new_empty(logits.shape[0], spec.top_k)
         rule = (spec.score == "sigmoid", spec.renorm, spec.scale, spec.groups, spec.top_groups, spec.group_best)
         self._ops.route(ids, weights, logits.contiguous(), floats(bias), *rule)
         return ids, weights
@@ -188,7 +188,7 @@ class CpuOps:
     ) -> torch.Tensor:
         up, down = stored(gate_up), stored(down)
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._ops.moe(out, x, ids.contiguous(), weights.contiguous(), *up, *down, act, place)
         return out
 
@@ -222,6 +222,6 @@ class CpuOps:
         return out, lost, waited
 
     def moe_merge(self, parts: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(parts.shape[0], parts.shape[2])
+        out = parts.new_empty(parts.shape[0], parts.shape[2])
         self._ops.moe_merge(out, parts.contiguous(), ids.contiguous(), weights.contiguous())
         return out

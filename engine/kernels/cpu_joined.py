@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from engine.kernels.ops import (
     Added,
@@ -24,6 +23,8 @@ from engine.kernels.ops import (
     StateLayer,
     Weight,
 )
+from engine.lean import torch
+from engine.tensors import library_of
 
 NOTHING = (None, "")
 NEITHER = (None, None)
@@ -153,8 +154,8 @@ class CpuMoe:
 
     def choose(self, x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         rows = x.shape[0]
-        out, always = torch.empty_like(x), torch.empty_like(x) if self._shared else None
-        ids, weights = torch.empty(rows, self._top_k, dtype=torch.int32), torch.empty(rows, self._top_k)
+        out, always = x.new_empty(x.shape), x.new_empty(x.shape) if self._shared else None
+        ids, weights = x.new_empty(rows, self._top_k, dtype=library_of(x).int32), x.new_empty(rows, self._top_k)
         self._run.choose(x, added, out, ids, weights, always)
         return out, ids, weights, always
 
@@ -170,4 +171,4 @@ def stored(weight: Weight) -> tuple[torch.Tensor, str]:
 
 def floats(weight: torch.Tensor | None) -> torch.Tensor | None:
     """Small vectors a checkpoint keeps in bf16; `prepare` has already converted the ones that matter for speed."""
-    return weight if weight is None or weight.dtype is torch.float32 else weight.float()
+    return None if weight is None else weight.float()

@@ -1,6 +1,7 @@
 """The kernel interface: everything the decoder computes goes through one `Ops` object.
 
 Contract for every implementation:
+- Tensors are torch's or, in host memory, of `engine.tensors`; what comes out is of the library that went in.
 - Activations cross as float32 tensors on `device`. They may be column slices
   of a wider tensor: an implementation that needs them contiguous copies them. What it returns is fresh and contiguous.
 - Batch-invariant: the result of a row depends on that row and its sequence's cache only, never on what else is in the
@@ -13,11 +14,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import torch
 
+from engine.lean import torch
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, MlpSpec, MoeSpec
 
 
@@ -38,7 +39,7 @@ class Quant:
         return (*self.data.shape[:-1], self.cols)
 
 
-Weight = torch.Tensor | Quant  # bf16 / f16 / f32 tensor, or blocks
+Weight: TypeAlias = "torch.Tensor | Quant"  # bf16 / f16 / f32 tensor, or blocks
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class MoeHalf(Half):
     bank: tuple[Weight, Weight] | None  # gate_up and down of all experts, where they may be computed in place
 
 
-Added = torch.Tensor | None  # what the half before left to be added, [T, H]
-Rope = tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, dim/2] at the rows' positions
+Added: TypeAlias = "torch.Tensor | None"  # what the half before left to be added, [T, H]
+Rope: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"  # cos, sin [T, dim/2] at the rows' positions
 
 
 class JoinedMoe(Protocol):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
 
 from engine.kernels.ops import Quant, Weight
+from engine.lean import torch
 from engine.mapped import MappedFile, map_file
 from engine.models import gguf_latent
 from engine.models.config import Config
@@ -20,10 +20,11 @@ from engine.models.errors import ModelError, unreadable
 from engine.models.families import build_spec
 from engine.models.names import Piece, ba_rows, kv_b_rows, place, qkvz_rows, split, unpaired_rows, untiled_rows
 from engine.models.spec import AttentionSpec, DeltaNetSpec, ModelSpec
+from engine.tensors import Library
 
 log = logging.getLogger(__name__)
 
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # a dtype by its name
 NAMES = {
     "token_embd.weight": "embed",
     "output_norm.weight": "final_norm",
@@ -125,8 +126,8 @@ class GgufCheckpoint:
 
     format = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, library: Library = torch) -> None:
+        self._path, self.library = path, library
         reader = _open(path)
         name = _text(reader, "general.architecture", path)
         if name not in ARCHITECTURES:
@@ -152,7 +153,10 @@ class GgufCheckpoint:
 
     def kind(self, source: str) -> torch.dtype | str:
         name = self._tensors[source].tensor_type.name
-        return PLAIN.get(name, name)
+        return self._dtype(name) if name in PLAIN else name
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return getattr(self.library, PLAIN[name])
 
     def nbytes(self, source: str) -> int:
         return int(self._tensors[source].n_bytes)
@@ -166,8 +170,11 @@ class GgufCheckpoint:
         tensor, shape = self._tensors[piece.source], self.shape(piece.source)
         name, raw = tensor.tensor_type.name, self._bytes(tensor.data_offset, int(tensor.n_bytes))
         if name in PLAIN:
-            weight = raw.view(PLAIN[name]).view(shape)
-            return weight.neg().log() if piece.name.endswith(".a_log") else weight  # stored as -exp(a_log)
+            weight = raw.view(self._dtype(name)).view(shape)
+            if not piece.name.endswith(".a_log"):
+                return weight
+            stored = weight.float().numpy().astype(np.float64)  # -exp(a_log)
+            return self.library.from_numpy(np.log(-stored).astype(np.float32))
         return Quant(raw.view(*shape[:-1], -1), name, shape[-1])
 
     def whole(self, pieces: list[Piece]) -> Weight | None:
@@ -186,7 +193,7 @@ class GgufCheckpoint:
             return None
         experts, rows, cols = self.shape(pieces[0].source)
         name, raw = gate.tensor_type.name, self._bytes(gate.data_offset, apart + each)
-        raw = raw.view(PLAIN[name]) if name in PLAIN else raw
+        raw = raw.view(self._dtype(name)) if name in PLAIN else raw
         size, width = raw.element_size(), each // raw.element_size() // experts // rows
         both = raw.as_strided((experts, 2, rows, width), (rows * width, apart // size, width, 1))
         return both if name in PLAIN else Quant(both, name, cols)
@@ -198,7 +205,7 @@ class GgufCheckpoint:
             self._file.let_go(int(tensor.data_offset), int(tensor.data_offset) + int(tensor.n_bytes))
 
     def _bytes(self, begin: int, size: int) -> torch.Tensor:
-        return torch.frombuffer(self._file.memory, dtype=torch.uint8, count=size, offset=int(begin))
+        return self.library.frombuffer(self._file.memory, dtype=self.library.uint8, count=size, offset=int(begin))
 
     def _spec(self) -> ModelSpec:
         # converters add the 1 of (1 + w) norms to the stored weight

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from engine.hostmem import available_bytes, lazy, prefer_huge_pages
 from engine.kernels.ops import Ops, Quant, Weight
-from engine.kernels.reference import dequantize
+from engine.lean import torch
 from engine.mapped import MappedFile
 from engine.models.errors import ModelError
 from engine.models.gguf import GgufCheckpoint
@@ -22,6 +21,7 @@ from engine.models.names import Piece, joined, shapes
 from engine.models.safetensors import SafetensorsCheckpoint
 from engine.models.spec import ModelSpec
 from engine.numa import interleave
+from engine.tensors import Library, library_of, to_torch
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,19 @@ class LoadedModel:
     files: tuple[MappedFile, ...] = ()  # that some of the weights lie in; they must stay as they are
     mapped: int = 0  # bytes of those weights: the system counts their memory as available
 
+    def in_torch(self) -> LoadedModel:
+        """The same memory as tensors of torch."""
+        return replace(self, weights={name: _in_torch(weight) for name, weight in self.weights.items()})
+
 
 class Checkpoint(Protocol):
-    """An opened checkpoint of some format. `kind` is a torch dtype, or a ggml type name for block-quantized tensors."""
+    """An opened checkpoint of some format. `kind` is a dtype, or a ggml type name for block-quantized tensors.
+
+    Tensors are of `library`, which may be another one than was asked for.
+    """
 
     format: str
+    library: Library
     spec: ModelSpec
     pieces: list[Piece]
     skipped: list[str]
@@ -71,7 +79,7 @@ class Checkpoint(Protocol):
     def let_go(self, pieces: list[Piece]) -> None: ...
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, library: Library = torch) -> Checkpoint:
     """A `.gguf` file, a directory holding exactly one, or a Hugging Face directory. Raises ModelError."""
     path = Path(path)
     if not path.exists():
@@ -79,13 +87,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is not a model: a single file must be a .gguf; give its directory for safetensors")
-        return GgufCheckpoint(path)
+        return GgufCheckpoint(path, library)
     found = sorted(path.glob("*.gguf"))
     if found and not (path / "config.json").is_file():
         if len(found) > 1:
             raise ModelError(f"{path} holds {len(found)} .gguf files; name one of them: {', '.join(p.name for p in found)}")
-        return GgufCheckpoint(found[0])
-    return SafetensorsCheckpoint(path)
+        return GgufCheckpoint(found[0], library)
+    return SafetensorsCheckpoint(path, library)
 
 
 def required_bytes(path: str | Path, ops: Ops | None = None) -> int:
@@ -93,9 +101,9 @@ def required_bytes(path: str | Path, ops: Ops | None = None) -> int:
     return _required(open_checkpoint(path), ops)
 
 
-def open_complete(path: str | Path) -> Checkpoint:
+def open_complete(path: str | Path, library: Library = torch) -> Checkpoint:
     """`open_checkpoint`, and every tensor is there, whole and of the right shape. Raises ModelError."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, library)
     _check_complete(checkpoint, path)
     return checkpoint
 
@@ -115,15 +123,17 @@ def load_model(
     experts: bool = True,
     mapped: bool = False,
     host: bool = False,
+    library: Library = torch,
 ) -> LoadedModel:
     """Load all weights into memory, or all but the routed experts. Peak memory is the weights plus MAPPED_BYTES.
 
     `mapped`: what lies in the file as `ops` computes on it stays there, the banks of experts first of all. `host`: the routed
-    experts stay in host memory whatever device `ops` computes on.
+    experts stay in host memory whatever device `ops` computes on. Weights are tensors of `library`, but torch's for
+    a checkpoint with scales apart.
     Raises ModelError, one line for the user.
     """
     progress(0.0, "reading the checkpoint's header")
-    checkpoint = open_complete(path)
+    checkpoint = open_complete(path, library)
     everything = checkpoint.pieces
     if not experts:
         checkpoint.pieces = [piece for piece in everything if not piece.name.endswith(ROUTED)]
@@ -192,7 +202,8 @@ def _assemble(
     width = first.data.shape[-1] if quantized else shape[0][-1]  # bytes of a row of blocks, elements otherwise
     rows = [n[0] for n in shape]
     whole = (sum(rows), *shape[0][1:-1], width) if quantized else (sum(rows), *shape[0][1:])
-    out = _fresh(whole, torch.uint8 if quantized else first.dtype, whole_pages)
+    library = checkpoint.library
+    out = _fresh(library, whole, library.uint8 if quantized else first.dtype, whole_pages)
     prefer_huge_pages(out.data_ptr(), out.nbytes)
     interleave(out.data_ptr(), out.nbytes)
     read, size = [], 0
@@ -207,17 +218,28 @@ def _assemble(
     return Quant(out, first.type, first.cols) if quantized else out
 
 
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype, whole_pages: bool) -> torch.Tensor:
+def _fresh(library: Library, shape: tuple[int, ...], dtype: torch.dtype, whole_pages: bool) -> torch.Tensor:
     if not whole_pages:
-        return torch.empty(shape, dtype=dtype)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.frombuffer(lazy(size), dtype=torch.uint8)[:size].view(dtype).view(shape)
+        return library.empty(shape, dtype=dtype)
+    size = math.prod(shape) * dtype.itemsize
+    return library.frombuffer(lazy(size), dtype=library.uint8)[:size].view(dtype).view(shape)
 
 
 def _read(checkpoint: Checkpoint, piece: Piece) -> Weight:
     """Blocks run along a row: what is to be turned becomes float32, which loses nothing."""
     weight = checkpoint.read(piece)
-    return dequantize(weight) if piece.turned and isinstance(weight, Quant) else weight
+    return _dequantized(weight) if piece.turned and isinstance(weight, Quant) else weight
+
+
+def _dequantized(weight: Quant) -> torch.Tensor:
+    from engine.kernels.reference import dequantize  # imports torch
+
+    out = dequantize(_in_torch(weight))
+    return out if library_of(weight.data) is torch else library_of(weight.data).from_numpy(out.numpy())
+
+
+def _in_torch(weight: Weight) -> Weight:
+    return Quant(to_torch(weight.data), weight.type, weight.cols) if isinstance(weight, Quant) else to_torch(weight)
 
 
 def _copy(read: Weight, piece: Piece, target: torch.Tensor) -> None:
@@ -243,7 +265,7 @@ def _rows_of(whole: Weight, parts: list[str], rows: list[int]) -> dict[str, Weig
 
 
 def _computable(weight: Weight, ops: Ops) -> Weight:
-    return dequantize(weight) if isinstance(weight, Quant) and _widens(weight.type, ops) else weight
+    return _dequantized(weight) if isinstance(weight, Quant) and _widens(weight.type, ops) else weight
 
 
 def _widens(kind: torch.dtype | str, ops: Ops | None) -> bool:
@@ -319,7 +341,7 @@ def _check_cover(pieces: list[Piece], name: str, shape: tuple[int, ...], path: s
 
 def held_bytes(checkpoint: Checkpoint, source: str, ops: Ops | None) -> int:
     """Memory one checkpoint tensor takes once loaded for `ops`."""
-    width, elements = getattr(ops, "weight_bytes", None), torch.Size(checkpoint.shape(source)).numel()
+    width, elements = getattr(ops, "weight_bytes", None), math.prod(checkpoint.shape(source))
     if width:
         return elements * width
     return 4 * elements if _widens(checkpoint.kind(source), ops) else checkpoint.nbytes(source)
@@ -331,7 +353,7 @@ def _required(checkpoint: Checkpoint, ops: Ops | None) -> int:
     for source in {p.source for p in checkpoint.pieces}:
         kind = checkpoint.kind(source)
         if width is None and _widens(kind, ops):
-            wide[kind] += torch.Size(checkpoint.shape(source)).numel()
+            wide[kind] += math.prod(checkpoint.shape(source))
         total += held_bytes(checkpoint, source, ops)
     for piece in checkpoint.pieces:
         if piece.turned and width is None and isinstance(checkpoint.kind(piece.source), str):  # see `_read`
@@ -384,7 +406,7 @@ def _add_to_digest(digest, name: str, weight: Weight) -> None:
 def _ends(data: torch.Tensor, size: int) -> bytes:
     """The first and the last `size` bytes of its elements in order, without a copy of all of them."""
     few = min(len(data), -(-size // max(1, data[:1].nbytes))) if len(data) else 0
-    first, last = (part.reshape(-1).view(torch.uint8) for part in (data[:few], data[len(data) - few :]))
+    first, last = (part.reshape(-1).view(library_of(data).uint8) for part in (data[:few], data[len(data) - few :]))
     return first[:size].numpy().tobytes() + last[-size:].numpy().tobytes()
 
 
@@ -392,6 +414,6 @@ def _info(checkpoint: Checkpoint, path: str | Path, identity: str) -> ModelInfo:
     types: Counter[str] = Counter()
     sources = {piece.source for piece in checkpoint.pieces}
     for source in sources:
-        types[str(checkpoint.kind(source)).removeprefix("torch.")] += torch.Size(checkpoint.shape(source)).numel()
+        types[str(checkpoint.kind(source)).removeprefix("torch.")] += math.prod(checkpoint.shape(source))
     size = sum(checkpoint.nbytes(source) for source in sources)
     return ModelInfo(str(path), checkpoint.format, types.total(), size, dict(types), tuple(checkpoint.skipped), identity)

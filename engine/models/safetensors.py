@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.kernels.ops import Weight
+from engine.lean import torch
 from engine.mapped import MappedFile, map_file
 from engine.models import scaled
 from engine.models.config import Config
@@ -20,14 +21,15 @@ from engine.models.families import build_spec, family_of
 from engine.models.names import Piece, place, split, unnumbered
 from engine.models.scaled import Scaled
 from engine.models.spec import ModelSpec
+from engine.tensors import Library
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # by their names
 STORED = DTYPES | {  # numbers and scales of quantized matrices too
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U8": torch.uint8,
-    "I8": torch.int8,
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+    "I8": "int8",
 }
 _LAYER = re.compile(r"layers\.(\d+)\.")
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")  # longest first
@@ -38,17 +40,19 @@ class SafetensorsCheckpoint:
 
     format = "safetensors"
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, library: Library = torch) -> None:
+        self._directory, self.library = directory, library
         self._config = read_config(directory)
         self._family = family_of(self._config.model_type, self._config.source)
         self.spec: ModelSpec = model_spec(self._config, directory)
         self._files: dict[str, str] = {}  # tensor -> shard
         self._where: dict[str, _Where] = {}
-        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._scaled: dict[str, Scaled] = {}
         self._skipped: list[str] = []
         self.pieces = self._scan()
+        if self._scaled:
+            self.library = torch  # puts scales and numbers together
         self._open: dict[str, MappedFile] = {}
 
     @property
@@ -60,13 +64,13 @@ class SafetensorsCheckpoint:
         return self._scaled[source].shape if source in self._scaled else self._shapes[source][0]
 
     def kind(self, source: str) -> torch.dtype | str:
-        return self._scaled[source].kind if source in self._scaled else self._shapes[source][1]
+        return self._scaled[source].kind if source in self._scaled else getattr(self.library, self._shapes[source][1])
 
     def nbytes(self, source: str) -> int:
         if source in self._scaled:
             return self._scaled[source].nbytes
         shape, dtype = self._shapes[source]
-        return torch.Size(shape).numel() * dtype.itemsize
+        return math.prod(shape) * getattr(self.library, dtype).itemsize
 
     def read(self, piece: Piece) -> Weight:
         """A view of the mapped file; a matrix with separate scales as blocks of its own."""
@@ -81,8 +85,10 @@ class SafetensorsCheckpoint:
                 self._open[shard] = map_file(self._directory / shard)
             if where.dtype not in STORED:
                 raise OSError(f"tensor '{name}' is stored as {where.dtype}")
-            raw = torch.frombuffer(self._open[shard].memory, dtype=torch.uint8, count=where.end - where.begin, offset=where.begin)
-            return raw.view(STORED[where.dtype]).view(where.shape)
+            raw = self.library.frombuffer(
+                self._open[shard].memory, dtype=self.library.uint8, count=where.end - where.begin, offset=where.begin
+            )
+            return raw.view(getattr(self.library, STORED[where.dtype])).view(where.shape)
         except (OSError, ValueError) as error:
             raise unreadable(self._directory / shard, error) from error
 
@@ -148,7 +154,7 @@ class SafetensorsCheckpoint:
         heads = max(self._config.ids("num_nextn_predict_layers") + self._config.ids("num_mtp_layers"), default=0)
         return number is not None and layers <= int(number[1]) < layers + heads
 
-    def _dtype(self, name: str, kind: str) -> torch.dtype:
+    def _dtype(self, name: str, kind: str) -> str:
         if kind not in DTYPES:
             raise ModelError(
                 f"{self._directory}: tensor '{name}' is stored as {kind}, which is not supported; "
@@ -234,7 +240,7 @@ class _Where:
 def _tensors(path: Path) -> dict[str, _Where]:
     """Every tensor of a file. Opening it with the library verifies that the header fits and covers the file exactly."""
     try:
-        with safe_open(path, framework="pt"), path.open("rb") as file:
+        with safe_open(path, framework="np"), path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError, struct.error) as error:

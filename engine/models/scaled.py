@@ -8,13 +8,14 @@ every such checkpoint leaves some matrices unquantized. Activations are never qu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TypeAlias
 
 from engine.kernels.blocks import NV_SCALED, f8_blocks, mxfp4_blocks, nvfp4_blocks
 from engine.kernels.ops import Quant
+from engine.lean import torch
 from engine.models.errors import ModelError
 
 METHODS = ("fp8", "compressed-tensors", "modelopt")
@@ -23,7 +24,7 @@ UNUSED = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale", ".activ
 BYTES_PER_128 = {"F8_E4M3": 132, "NVFP4_SCALED": 76, "MXFP4": 68}
 
 Header = tuple[tuple[int, ...], str]  # shape and dtype name of a tensor
-Read = Callable[[str], torch.Tensor]
+Read: TypeAlias = "Callable[[str], torch.Tensor]"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() // 128 * BYTES_PER_128[self.kind]
+        return math.prod(self.shape) // 128 * BYTES_PER_128[self.kind]
 
     def read(self, tensor: Read) -> Quant:
         """The matrix as blocks. Raises ModelError."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from engine.hostmem import lazy
 from engine.kernels.ops import KVLayer, Piece, Segments, StateLayer
+from engine.lean import torch
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, ModelSpec
 from engine.numa import interleave
+from engine.tensors import CPU, Library, dtype_in
 
-HOST = torch.device("cpu")
 PAGE = 64  # tokens a KV page holds: small enough that a copied tail is cheap, large enough that tables stay short
 
 
@@ -41,8 +41,8 @@ class Flat:
     A decode step has a handful of numbers, and behind the weights all code is cold: tensors of them take long.
     """
 
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
+    def __init__(self, pieces: list[Piece], library: Library = torch) -> None:
+        self.pieces, self._library = pieces, library
         self.end = max(piece[2] for piece in pieces)  # all positions lie below it
 
     @cached_property
@@ -63,7 +63,7 @@ class Flat:
         if all(piece[6] is None for piece in self.pieces):
             kept.clear()
         parts = (tokens, positions, borders, starts, slots, rows, kept)
-        flat = torch.from_numpy(np.array([number for part in parts for number in part], np.int32))
+        flat = self._library.from_numpy(np.array([number for part in parts for number in part], np.int32))
         tokens_, positions_, cu, start, slot, rows_, kept_ = flat.split_with_sizes([len(part) for part in parts])
         segments = Segments(cu, start, self._page_table(), slot, kept_.view(-1, 2) if kept else None)
         return Batch(tokens_, positions_, segments, rows_)
@@ -74,7 +74,7 @@ class Flat:
         table = np.full((len(used), max(used)), -1, np.int32)
         for row, count, piece in zip(table, used, self.pieces, strict=True):
             row[:count] = piece[4][:count]
-        return torch.from_numpy(table)
+        return self._library.from_numpy(table)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -104,11 +104,18 @@ class Cache:
     states: tuple[StateLayer | None, ...]
 
 
-def allocate_cache(spec: ModelSpec, pages: int, slots: int, kv_dtype: torch.dtype, device: torch.device = HOST) -> Cache:
-    """Zeroed cache tensors with room for `pages` KV pages and `slots` recurrent states. Raises MemoryError.
+def allocate_cache(
+    spec: ModelSpec, pages: int, slots: int, kv_dtype: torch.dtype, device: torch.device = CPU, library: Library = torch
+) -> Cache:
+    """Zeroed cache tensors of `library` with room for `pages` KV pages and `slots` recurrent states. Raises MemoryError.
 
     What was never written takes no memory of the host: there may be room for more pages than the machine holds.
     """
+    kv_dtype, float32 = dtype_in(library, kv_dtype), library.float32
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return _zeros(shape, dtype, device, library)
+
     kv: list[KVLayer | None] = []
     states: list[StateLayer | None] = []
     for layer in spec.layers:
@@ -117,22 +124,20 @@ def allocate_cache(spec: ModelSpec, pages: int, slots: int, kv_dtype: torch.dtyp
         states.append(None)
         if isinstance(mixer, AttentionSpec):
             shape = (pages, mixer.kv_heads, PAGE, mixer.head_dim)
-            kv[-1] = KVLayer(_zeros(shape, kv_dtype, device), _zeros(shape, kv_dtype, device))
+            kv[-1] = KVLayer(zeros(shape, kv_dtype), zeros(shape, kv_dtype))
         elif isinstance(mixer, LatentSpec):
-            kv[-1] = KVLayer(_zeros((pages, 1, PAGE, mixer.row), kv_dtype, device), None)
+            kv[-1] = KVLayer(zeros((pages, 1, PAGE, mixer.row), kv_dtype), None)
         elif isinstance(mixer, DeltaNetSpec):
-            conv = _zeros((slots, mixer.conv_channels, mixer.conv_kernel - 1), torch.float32, device)
-            states[-1] = StateLayer(
-                conv, _zeros((slots, mixer.value_heads, mixer.key_dim, mixer.value_dim), torch.float32, device)
-            )
+            conv = zeros((slots, mixer.conv_channels, mixer.conv_kernel - 1), float32)
+            states[-1] = StateLayer(conv, zeros((slots, mixer.value_heads, mixer.key_dim, mixer.value_dim), float32))
     return Cache(tuple(kv), tuple(states))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, library: Library) -> torch.Tensor:
     """As torch.zeros, which writes them all."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    data = torch.frombuffer(lazy(size), dtype=torch.uint8)[:size]
+    data = library.frombuffer(lazy(size), dtype=library.uint8)[:size]
     interleave(data.data_ptr(), size)
     return data.view(dtype).view(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from engine.kernels.ops import (
     AttentionHalf,
@@ -22,11 +21,13 @@ from engine.kernels.ops import (
     StateLayer,
     Weight,
 )
+from engine.lean import inference, torch
 from engine.models.spec import AttentionSpec, DeltaNetSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from engine.nn.batch import Batch, Cache, Flat
 from engine.nn.experts import Experts, InPlace, LayerExperts, expert_banks
 from engine.nn.latent import LatentAttention
 from engine.nn.rope import RopeTable
+from engine.tensors import library_of
 
 
 class Decoder:
@@ -47,7 +48,8 @@ class Decoder:
         routed = {i: LayerExperts(experts, number) for number, i in enumerate(moe)}
         self._layers = [_Layer(spec, layer, _Scope(weights, f"{i}."), ops, routed.get(i)) for i, layer in enumerate(spec.layers)]
         ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
-        self._ropes = {rope: RopeTable(rope, ops.device) for rope in ropes if rope}
+        library = library_of(self._final_norm)
+        self._ropes = {rope: RopeTable(rope, ops.device, library) for rope in ropes if rope}
         self._chains = _Chains(self)
 
     def forward(self, batch: Batch | Flat, cache: Cache) -> torch.Tensor | np.ndarray:
@@ -60,8 +62,11 @@ class Decoder:
             return self._half_by_half(batch.batch, cache) if chain is None else chain(batch.pieces)
         return self._half_by_half(batch, cache)
 
-    @torch.inference_mode()
     def _half_by_half(self, batch: Batch, cache: Cache) -> torch.Tensor:
+        with inference():
+            return self._run(batch, cache)
+
+    def _run(self, batch: Batch, cache: Cache) -> torch.Tensor:
         ops, spec = self._ops, self.spec
         end = int(batch.positions.max()) + 1
         batch = batch.on(ops.device)
@@ -190,7 +195,7 @@ class _Fan:
         self._parts = [weights[name] for name in parts]
         self._biases = [weights[f"{name}_bias"] if biased else None for name in parts]
         self._whole = weights.get(whole)
-        self._bias = torch.cat(self._biases) if biased else None
+        self._bias = library_of(self._biases[0]).cat(self._biases) if biased else None
         self._head_dim = head_dim
         self._sizes = [part.shape[0] // (head_dim or 1) for part in self._parts]
 
@@ -257,7 +262,7 @@ class _Attention:
             q, k, v = self._qkv(x)
             if spec.output_gate:  # each head of q is followed by one of the gate
                 q, gate = q.view(rows, spec.heads, -1).split(spec.head_dim, -1)
-            q, k = ops.turn_heads(torch.cat([q, k], 1), spec.heads, spec.kv_heads, *turn).split_with_sizes(
+            q, k = ops.turn_heads(library_of(q).cat([q, k], 1), spec.heads, spec.kv_heads, *turn).split_with_sizes(
                 (spec.heads, spec.kv_heads), 1
             )
         out = ops.attention(q, k, v, kv, seg, spec.scale, spec.window)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from engine.kernels.ops import Ops, Weight
+from engine.lean import torch
 from engine.models.spec import ModelSpec, MoeSpec
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-
 from engine.kernels.ops import KVLayer, LatentHalf, Ops, Rope, Segments, Weight
+from engine.lean import torch
 from engine.models.spec import LatentSpec
+from engine.tensors import library_of
 
 
 class Projections(Protocol):
@@ -52,7 +52,8 @@ class LatentAttention:
         q = q.view(rows, spec.heads, -1)  # [T, Hq, Dn + Dr]
         turn = (*ropes[spec.rope], spec.rope.interleaved)
         key = ops.rope(latent[:, None, spec.rank :], *turn)[:, 0]  # one head for all
-        latent = torch.cat([ops.rms_norm(latent[:, : spec.rank], self._kv_norm, spec.norm_eps, False), key], 1)
-        q = torch.cat([ops.heads_linear(q[..., : spec.nope_dim], self._k_b), ops.rope(q[..., spec.nope_dim :], *turn)], 2)
+        cat = library_of(q).cat
+        latent = cat([ops.rms_norm(latent[:, : spec.rank], self._kv_norm, spec.norm_eps, False), key], 1)
+        q = cat([ops.heads_linear(q[..., : spec.nope_dim], self._k_b), ops.rope(q[..., spec.nope_dim :], *turn)], 2)
         out = ops.latent_attention(q, latent, kv, seg, spec.scale, spec.rank)  # [T, Hq, R]
         return ops.linear(ops.heads_linear(out, self._v_b).view(rows, -1), self._o)

@@ -1,18 +1,21 @@
 """The tensors behind page ids and state slots: copying a page, saving and restoring the recurrent state of a sequence.
 
-The only file of this room that touches torch tensors of the decoder's cache; everything else handles ids and sizes.
+The only file of this room that touches tensors of the decoder's cache; everything else handles ids and sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import torch
+import numpy as np
 
 from engine.hostmem import give_back
+from engine.lean import torch
 from engine.nn.batch import PAGE, Cache
+from engine.tensors import library_of
 
-Blob = list[torch.Tensor]  # one copied state: conv and s of each recurrent layer, in layer order
+Blob: TypeAlias = "list[torch.Tensor]"  # one copied state: conv and s of each recurrent layer, in layer order
 
 
 class TensorStorage:
@@ -22,6 +25,7 @@ class TensorStorage:
         self.page = PAGE
         self._pages = [t for layer in cache.kv if layer is not None for t in layer.tensors]
         self._states = [t for layer in cache.states if layer is not None for t in (layer.conv, layer.s)]
+        self._library = library_of((self._pages + self._states)[0]) if self._pages or self._states else torch
         self.page_bytes = sum(t[0].numel() * t.element_size() for t in self._pages)
         self.row_bytes = self.page_bytes // PAGE
         self.state_bytes = sum(t[0].numel() * t.element_size() for t in self._states)
@@ -48,7 +52,9 @@ class TensorStorage:
         _give_back(self._states, slots)
 
     def read_rows(self, pages: Sequence[int], start: int, count: int) -> list[memoryview]:
-        index = torch.tensor(pages, device=self._pages[0].device) if self._pages else None
+        if not self._pages:
+            return []
+        index = self._library.from_numpy(np.array(pages, np.int32)).to(self._pages[0].device)
         return [_bytes(_rows(t.index_select(0, index))[start : start + count]) for t in self._pages]
 
     def write_rows(self, pages: Sequence[int], start: int, count: int, data: memoryview, skip: int) -> None:
@@ -57,7 +63,9 @@ class TensorStorage:
         for tensor in self._pages:
             heads, dim = tensor.shape[1], tensor.shape[3]
             row = heads * dim * tensor.element_size()
-            rows = torch.frombuffer(data, dtype=tensor.dtype, count=total * heads * dim, offset=at).view(total, heads, dim)
+            rows = self._library.frombuffer(data, dtype=tensor.dtype, count=total * heads * dim, offset=at).view(
+                total, heads, dim
+            )
             _scatter(tensor, pages, start, rows[skip : skip + count])
             at += total * row
 
@@ -68,7 +76,7 @@ class TensorStorage:
         blob, at = [], 0
         for tensor in self._states:
             like = tensor[0]
-            blob.append(torch.frombuffer(data, dtype=like.dtype, count=like.numel(), offset=at).view(like.shape))
+            blob.append(self._library.frombuffer(data, dtype=like.dtype, count=like.numel(), offset=at).view(like.shape))
             at += like.numel() * like.element_size()
         return blob
 
@@ -100,7 +108,7 @@ def _rows(pages: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
+    return memoryview(tensor.contiguous().flatten().view(library_of(tensor).uint8).cpu().numpy())
 
 
 def _scatter(tensor: torch.Tensor, pages: Sequence[int], start: int, rows: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ only, so text in a message that merely looks like a special token never matches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +38,15 @@ class Respelled:
 
 
 class TextKeys:
-    """`spelling[id]` is the bytes of a token, None for a special one; ids beyond it count as special."""
+    """`read()[id]` is the bytes of a token, None for a special one; ids beyond it count as special. It is called once, when the
+    first token is compared, or by `warm`.
+    """
 
-    def __init__(self, spelling: Sequence[bytes | None]) -> None:
-        self._spelling = spelling
+    def __init__(self, read: Callable[[], Sequence[bytes | None]]) -> None:
+        self._read = functools.cache(read)
+
+    def warm(self) -> None:
+        self._read()
 
     def respell(self, tree: RadixTree, tokens: np.ndarray) -> Respelled | None:
         """The longest stored sequence that spells a prefix of the prompt, followed by the rest of the prompt.
@@ -56,7 +62,8 @@ class TextKeys:
         return Respelled(np.concatenate([stored, tokens[joined:]]), walk.depth, joined, depth - joined)
 
     def bytes_of(self, token: int) -> bytes | None:
-        return self._spelling[token] if token < len(self._spelling) else None
+        spelling = self._read()
+        return spelling[token] if token < len(spelling) else None
 
 
 @dataclass(frozen=True)

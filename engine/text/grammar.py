@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
-
 # spaces and newlines between the parts of a JSON answer; unbounded, a model that is unsure fills the context with them
 WHITESPACE = r"[ \n]{0,40}"
 # how Python's json.dumps and the templates write arguments: a call then reads the same when the client sends it back
@@ -56,6 +54,8 @@ def first_line(text: str) -> str:
 
 def check(lark: str) -> str:
     """Why a grammar cannot be used, in one line; "" when it can."""
+    from llguidance import LLMatcher  # not before a request needs it
+
     return first_line(LLMatcher.validate_grammar(lark))
 
 

@@ -80,7 +80,7 @@ def test_bad_pages_raise(cu, start, pages, word: str) -> None:
 
 def test_not_tensors_raise() -> None:
     for bad in ([1.0], "x", 3):
-        with pytest.raises(ValueError, match="torch tensor"):
+        with pytest.raises(ValueError, match="expected a tensor"):
             _native.Ops(1).rms_norm(X, bad, X, 1e-6, False)
     with pytest.raises(TypeError):
         _native.Ops(1).rms_norm(None, X, X, 1e-6, False)
@@ -161,4 +161,4 @@ def test_the_interface_number_is_of_these_signatures() -> None:
     pattern += r"|m\.(?:def|attr)\(\"\w+\"|\.def\w*\((?:[^;]*?)\)(?=\n)"
     signatures = re.findall(pattern, source, re.M)
     digest = hashlib.sha256("\n".join(" ".join(text.split()) for text in signatures).encode()).hexdigest()[:16]
-    assert (cpu.ABI, digest) == (7, "e502ba603092227e"), signatures
+    assert (cpu.ABI, digest) == (8, "e502ba603092227e"), signatures

@@ -40,6 +40,31 @@ def server(checkpoint, tmp_path_factory):
         yield running
 
 
+def test_neither_process_ever_imports_torch(checkpoint, tmp_path):
+    """Whatever is asked of an engine with native kernels."""
+    pytest.importorskip("engine.kernels.cpu", reason="without the native kernels the engine process computes with torch")
+    options = ("--kernels", "cpu", "--max-context", "512", "--kv-disk", str(tmp_path / "kv"))
+    with serving(checkpoint[0], tmp_path / "log", *options) as running:
+        running.wait_ready()
+        http = running.http
+        assert http.post("/v1/experts/trace", json={"action": "start"}).json()["recording"]
+        for body in (
+            {"prompt": "The quick brown fox " * 20, "logprobs": 2, "temperature": 0.7, "top_p": 0.9},
+            {"prompt": "The quick brown fox " * 20 + "jumps", "echo": True, "logprobs": 1, "n": 2},
+        ):
+            assert http.post("/v1/completions", json={"model": "tiny", "max_tokens": 5, **body}).status_code == 200
+        constrained = {"messages": HI, "tools": [tool("f", city="string")], "tool_choice": "required", "max_tokens": 20}
+        assert http.post("/v1/chat/completions", json={"model": "tiny", **constrained}).status_code == 200
+        assert "trace" in http.post("/v1/experts/trace", json={"action": "stop"}).json()
+        assert http.post("/v1/cache/rebuild", json={"kv_bytes": 8 << 20, "flush": "ram"}).status_code == 200
+        assert http.post("/v1/completions", json={"model": "tiny", "max_tokens": 5, "prompt": "a new one"}).status_code == 200
+        for verb in ("status", "requests", "cache/status", "memory/status", "experts/status"):
+            assert http.get(f"/v1/{verb}").status_code == 200
+        for pid in (running.process.pid, running.engine_pid()):
+            held = Path(f"/proc/{pid}/maps").read_text()
+            assert "msgspec" in held and "torch" not in held and "transformers" not in held
+
+
 def test_greedy_text_is_the_same_streamed_whole_alone_and_from_the_cache(server):
     def ask(**more):
         return server.openai.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=24, **more)

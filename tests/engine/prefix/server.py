@@ -63,7 +63,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.scheduler = Scheduler(parts.prefix, parts.limits, self._now, parts.grammars)
-        self.runner = Runner(self._forward)
+        self.runner = Runner(self._forward, parts.library)
         self._logits: Any = None
         self.state = EngineState(phase="ready", fraction=1.0, max_context=parts.limits.max_context, vocab=parts.limits.vocab)
         self.memory = Elastic(stores_of(parts, self.scheduler))

@@ -29,7 +29,7 @@ def spell(tokens: list[int]) -> list[bytes | int]:
 
 def keyed(hybrid: bool, root: Path | None = None):
     cache = make(pages=128, hybrid=hybrid, root=root)
-    cache._text_keys = TextKeys(SPELLING)
+    cache._text_keys = TextKeys(lambda: SPELLING)
     return cache
 
 

@@ -29,7 +29,7 @@ class Engine:
         self.now = 0.0
         self.prefix = parts.prefix
         self.scheduler = Scheduler(parts.prefix, parts.limits, lambda: self.now, parts.grammars)
-        self.runner = Runner(parts.forward)
+        self.runner = Runner(parts.forward, parts.library)
         self.messages: list[FromWorker] = []
 
     def submit(self, *requests: Generate) -> None:

@@ -7,7 +7,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.ipc import BACKGROUND, DRAIN_S, Done, Generate, RequestError
 from engine.mapped import FileChanged
-from engine.worker import Worker
+from engine.worker import WARM_S, Worker
 from tests.engine.serve.fake_worker import fake_build
 from tests.engine.serve.harness import generate
 
@@ -63,6 +63,30 @@ def test_a_model_that_was_changed_underneath_ends_the_process_and_commits_nothin
     end = loop.end("kept")
     assert (end.status, end.code, end.message) == (502, "model_changed", "model.gguf was changed")
     assert all(isinstance(m, RequestError) for m in loop.sent[before:])
+
+
+def test_what_requests_may_ask_for_is_prepared_when_none_has_come_for_a_while() -> None:
+    loop, done = Loop(), []
+
+    def broken() -> None:
+        done.append("broken")
+        raise ValueError("no vocabulary")
+
+    loop.worker._later.extend((broken, lambda: done.append("fine")))
+    loop.turn(generate("a", [1], 3))
+    loop.now = 10.0  # it runs: however long that takes, nothing is prepared
+    while loop.worker._scheduler.busy:
+        loop.turn()
+    assert not done
+    loop.now += WARM_S / 2
+    loop.turn()
+    assert not done
+    loop.now += WARM_S / 2
+    loop.turn()
+    assert done == ["broken"]
+    loop.turn()
+    loop.turn()
+    assert done == ["broken", "fine"]
 
 
 def test_an_idle_worker_ends_at_once() -> None:

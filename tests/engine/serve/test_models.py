@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from engine.build import build
 from engine.config import EngineConfig
 from engine.ipc import Anchor, Done, Sampling
+from engine.tensors import copiers
 from tests.engine.serve.harness import GREEDY, Engine, generate
 from tests.support.tiny import VOCAB, make_tiny
 
@@ -53,11 +54,16 @@ REQUESTS = [
 @pytest.mark.skipif(importlib.util.find_spec("engine._native") is None, reason="the native kernels are not built")
 def test_torch_has_threads_while_weights_are_copied_and_none_beside_the_pool(tmp_path) -> None:
     make_tiny("mistral", tmp_path)
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     config = EngineConfig(model=str(tmp_path), kernels="cpu", threads=2, kv_bytes=64 << 20)
-    build(config, lambda fraction, stage: seen.append(torch.get_num_threads()) if stage == "loading weights" else None)
-    assert set(seen) == {2}
-    assert torch.get_num_threads() == 1
+
+    def progress(fraction: float, stage: str) -> None:
+        if stage == "loading weights":
+            seen.append((torch.get_num_threads(), copiers.count))
+
+    build(config, progress)
+    assert set(seen) == {(2, 2)}
+    assert (torch.get_num_threads(), copiers.count) == (1, 1)
 
 
 def test_a_mixture_equals_each_alone(checkpoint: str, kernels: str) -> None:
