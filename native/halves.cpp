@@ -1,7 +1,9 @@
 #include "halves.h"
 #include "ops.h"
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace {
 
@@ -208,7 +210,7 @@ void Ops::choose_half(const MoeHalf& m, const Stream& s, float* out, int32_t* id
     route_half(m, x, s.n, ids, weights, always);
 }
 
-void Ops::moe_half(const MoeHalf& m, const Stream& s) {
+std::vector<int32_t> Ops::moe_half(const MoeHalf& m, const Stream& s) {
     std::lock_guard held(halves_);
     const int64_t n = s.n, hidden = m.norm.width;
     const float* x = normed(m.norm, s);
@@ -216,8 +218,16 @@ void Ops::moe_half(const MoeHalf& m, const Stream& s) {
     float* weights = (float*)ids + n * m.k;
     float* always = m.shared ? room(MIXED, n * hidden) : nullptr;
     route_half(m, x, n, ids, weights, always);
+    std::vector<int32_t> barred;
+    if (m.sound) std::copy_if(ids, ids + n * m.k, std::back_inserter(barred), [&](int32_t e) { return !m.sound[e]; });
+    if (!barred.empty()) {
+        std::sort(barred.begin(), barred.end());
+        barred.erase(std::unique(barred.begin(), barred.end()), barred.end());
+        return barred;
+    }
     float* out = room(RESULT, n * hidden);
     moe(x, n, ids, weights, m.k, m.experts, nullptr, m.up, m.down, m.act, out);
     if (always) add(out, always, n * hidden);
     add(s.x, out, n * hidden);
+    return barred;
 }

@@ -85,5 +85,6 @@ struct MoeHalf {
     bool shared_switch;
     Matrix shared_down;
     Experts up, down; // where they lie; unused when they are computed elsewhere
+    const uint8_t* sound; // [experts]: 0 for one that nothing may be computed with yet; null: all may
     int act;
 };

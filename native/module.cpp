@@ -197,6 +197,7 @@ NB_MODULE(_native, m) {
     m.attr("NUMERICS") = NUMERICS;
     m.attr("ABI") = ABI;
     m.attr("MAPS") = true; // experts and halves of them may lie apart
+    m.attr("GUARDS") = true; // experts in place may have to be checked first
     m.def("isas", [] {
         nb::list names;
         for (const IsaInfo& i : ISAS)

@@ -13,6 +13,7 @@ template <class Half> struct Bound {
     Ops& ops;
     Half half;
     std::vector<nb::object> kept;
+    nb::object check{}; // of experts: makes those of a list sound, or raises
 
     const float* vector(nb::object h, const char* name, int64_t size) {
         if (h.is_none()) return nullptr;
@@ -218,11 +219,21 @@ Moe* moe_half(Ops& ops, nb::object norm, float eps, const std::vector<Typed>& pa
     return b.release();
 }
 
-void moe_bank(Moe& b, const Typed& up, const Typed& down) {
+void moe_bank(Moe& b, const Typed& up, const Typed& down, nb::object sound, nb::object check) {
     int64_t experts, same;
     const Experts u = b.experts(up, "gate_up", b.half.norm.width, experts), d = b.experts(down, "down", u.one.rows / 2, same);
     if (u.one.rows % 2 || d.one.rows != b.half.norm.width || same != experts || experts != b.half.experts) fail("gate_up and down do not belong together");
+    if (sound.is_none() != check.is_none()) fail("check: goes with sound");
+    if (!sound.is_none()) b.half.sound = tensor(sound, "sound", U8, {experts}).data, b.kept.push_back(sound), b.check = check;
     b.half.up = u, b.half.down = d;
+}
+
+// Nothing is computed with an expert that is not sound: it is checked, and the half begins anew with the sum already taken.
+void run_sound(const Moe& b, Stream s) {
+    for (std::vector<int32_t> barred; !(barred = b.ops.moe_half(b.half, s)).empty(); s.added = nullptr) {
+        nb::gil_scoped_acquire python;
+        b.check(barred);
+    }
 }
 
 void run_moe(const Moe& b, H x_, H added_) {
@@ -230,7 +241,7 @@ void run_moe(const Moe& b, H x_, H added_) {
     const Stream s = b.stream(x_, added_);
     if (!s.n) return;
     release r;
-    b.ops.moe_half(b.half, s);
+    run_sound(b, s);
 }
 
 void choose(const Moe& b, H x_, H added_, H out_, H ids_, H weights_, H always_) {
@@ -275,7 +286,7 @@ Link link_of(H half, H first, H second, int64_t rope, Needs& needs) {
     if (const auto* b = as<Mlp>(half)) return [b](const Pass& p) { b->ops.mlp_half(b->half, p.s); };
     if (const auto* b = as<Moe>(half)) {
         if (!b->half.up.one.data) fail("no bank: where the experts lie is not known");
-        return [b](const Pass& p) { b->ops.moe_half(b->half, p.s); };
+        return [b](const Pass& p) { run_sound(*b, p.s); };
     }
     fail("half: is none of this module's");
 }
@@ -301,7 +312,7 @@ void bind_halves(nb::module_& m, nb::class_<Ops>& ops) {
              nb::arg("kept").none() = nb::none());
     nb::class_<Mlp>(m, "MlpHalf").def("__call__", &run_mlp, nb::arg("x"), nb::arg("added").none());
     nb::class_<Moe>(m, "MoeHalf")
-        .def("bank", &moe_bank)
+        .def("bank", &moe_bank, nb::arg("gate_up"), nb::arg("down"), nb::arg("sound").none() = nb::none(), nb::arg("check").none() = nb::none())
         .def("choose", &choose, nb::arg("x"), nb::arg("added").none(), nb::arg("out"), nb::arg("ids"), nb::arg("weights"), nb::arg("always").none())
         .def("__call__", &run_moe, nb::arg("x"), nb::arg("added").none());
     ops.def("attention_half", &attention_half, nb::arg("norm"), nb::arg("eps"), nb::arg("parts"), nb::arg("biases"), nb::arg("q_norm").none(),

@@ -70,7 +70,8 @@ public:
     void delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, float* state, const int32_t* cu, const int32_t* slot,
                     int sequences, const int32_t* kept);
     void mlp_half(const MlpHalf& m, const Stream& s);
-    void moe_half(const MoeHalf& m, const Stream& s);
+    // Experts it needs that are not sound: x then has what was added to it, not the result.
+    std::vector<int32_t> moe_half(const MoeHalf& m, const Stream& s);
     // As far as the routed experts: out [n, hidden] is what they get; x is left without their result.
     void choose_half(const MoeHalf& m, const Stream& s, float* out, int32_t* ids, float* weights, float* always);
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, read_index
 from engine.experts.pool import Piece, Stage, data_of
@@ -74,6 +75,10 @@ class Pack:
 
     def verified(self, layer: int, expert: int) -> bool:
         return bool(self._verified[layer * self.experts + expert])
+
+    def sound(self, layer: int) -> NDArray[np.uint8]:
+        """[E], 0 for an expert that was not verified yet; changes when it is."""
+        return self._verified[layer * self.experts : (layer + 1) * self.experts].view(np.uint8)
 
     def check(self, layer: int, expert: int, parts: Sequence[memoryview]) -> None:
         """Raises OSError if these are not the bytes that were written; looks at each expert once."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from engine.experts.filepool import Pack
 from engine.experts.pack import FLOATS, Part
-from engine.kernels.ops import Ops, Quant, Weight
+from engine.kernels.ops import Guard, Ops, Quant, Weight
 from engine.lean import torch
 from engine.mapped import MappedFile, map_file
 from engine.nn.experts import Bank
@@ -19,10 +21,10 @@ class MappedExperts:
     """`nn.experts.Experts` over the records of `pack`. Raises OSError when its file cannot be mapped."""
 
     def __init__(self, pack: Pack, ops: Ops, library: Library = torch) -> None:
-        self._pack, self._moe = pack, ops.moe
+        self._pack, self._moe, self._guarded = pack, ops.moe, getattr(ops, "guards", False)
         self.file = map_file(pack.path)
-        self._banks = [_bank(pack, layer, self.file, library) for layer in range(pack.layers)]
-        self._left = [pack.experts] * pack.layers  # experts of a layer that were not verified yet
+        guards = [Guard(library.from_numpy(pack.sound(layer)), partial(self._check, layer)) for layer in range(pack.layers)]
+        self._banks = [_bank(pack, layer, self.file, guard, library) for layer, guard in enumerate(guards)]
         self._checkers = ThreadPoolExecutor(max(1, getattr(ops, "threads", 1)), "verify")
 
     @property
@@ -31,31 +33,31 @@ class MappedExperts:
 
     def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Raises OSError for an expert that is not what was packed."""
-        if self._left[layer]:
-            self._verify(layer, ids)
         bank = self._banks[layer]
+        if not self._pack.sound(layer).all():
+            self._check(layer, [e for e in np.unique(ids.numpy()).tolist() if not self._pack.verified(layer, e)])
         return self._moe(x, ids, weights, bank.gate_up, bank.down, bank.act)
 
-    def _verify(self, layer: int, ids: torch.Tensor) -> None:
+    def in_place(self, layer: int) -> Bank | None:
+        return self._banks[layer] if self._guarded else None
+
+    def _check(self, layer: int, experts: Sequence[int]) -> None:
         pack = self._pack
         record, begin = pack.index.kinds[pack.index.layout[layer]].record, pack.index.offset(layer)
         whole = memoryview(self.file.memory)
-        new = [expert for expert in np.unique(ids.numpy()).tolist() if not pack.verified(layer, expert)]
 
         def check(expert: int) -> None:
             at = begin + expert * record
             pack.check(layer, expert, [whole[at : at + record]])
 
-        if new:
-            list(self._checkers.map(check, new))
-            self._left[layer] -= len(new)
+        list(self._checkers.map(check, experts))
 
 
-def _bank(pack: Pack, layer: int, file: MappedFile, library: Library) -> Bank:
+def _bank(pack: Pack, layer: int, file: MappedFile, guard: Guard, library: Library) -> Bank:
     kind, at = pack.index.kinds[pack.index.layout[layer]], pack.index.offset(layer)
     up = _weight(file, kind.gate_up, at, pack.experts, kind.record, library)
     down = _weight(file, kind.down, at + kind.gate_up.bytes, pack.experts, kind.record, library)
-    return Bank(up, down, pack.index.act)
+    return Bank(up, down, pack.index.act, guard)
 
 
 def _weight(file: MappedFile, part: Part, at: int, experts: int, record: int, library: Library) -> Weight:

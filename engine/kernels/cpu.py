@@ -37,6 +37,7 @@ class CpuOps:
     quant_types = frozenset(_native.TYPES)
     weight_bytes = None
     maps = getattr(_native, "MAPS", False)  # a module built before it knew how copies everything
+    guards = getattr(_native, "GUARDS", False)  # half layers on experts that have a `Guard`; older modules ask for them
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
         threads = threads or len(physical_cores())

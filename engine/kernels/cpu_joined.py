@@ -147,7 +147,8 @@ class CpuMoe:
             *_start(half), spec.experts, spec.top_k, *scores, floats(half.bias), *shared, spec.act
         )
         if half.bank:
-            self._run.bank(*map(stored, half.bank))
+            guard = (half.guard.sound, half.guard.check) if half.guard else ()
+            self._run.bank(*map(stored, half.bank), *guard)
 
     def __call__(self, x: torch.Tensor, added: Added) -> None:
         self._run(x, added)

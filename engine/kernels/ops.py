@@ -127,11 +127,20 @@ class MlpHalf(Half):
 
 
 @dataclass(frozen=True)
+class Guard:
+    """Stands before experts that nothing may be computed with yet: those whose `sound` (uint8 [E]) is 0."""
+
+    sound: torch.Tensor
+    check: Callable[[Sequence[int]], None]  # makes these sound, or raises what says why they are not
+
+
+@dataclass(frozen=True)
 class MoeHalf(Half):
     spec: MoeSpec
     bias: torch.Tensor | None
     shared_down: Weight | None
     bank: tuple[Weight, Weight] | None  # gate_up and down of all experts, where they may be computed in place
+    guard: Guard | None = None  # of the bank's experts
 
 
 Added: TypeAlias = "torch.Tensor | None"  # what the half before left to be added, [T, H]
@@ -140,7 +149,7 @@ Rope: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"  # cos, sin [T, dim
 
 class JoinedMoe(Protocol):
     def __call__(self, x: torch.Tensor, added: Added) -> None:
-        """The whole half, on its `bank`."""
+        """The whole half, on its `bank`, once the experts it needs are sound."""
 
     def choose(self, x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """As far as the routed experts: what they get [T, H], their ids and weights [T, k], and what the shared expert says."""

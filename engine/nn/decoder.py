@@ -327,9 +327,9 @@ class _Moe:
 
     def join(self, norm: torch.Tensor, eps: float) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
         routed, bank = self._routed, self._routed.in_place
-        banks = (bank.gate_up, bank.down) if bank else None
-        parts = self._in.stored[0]
-        run: JoinedMoe = self._ops.joined.moe(MoeHalf(norm, eps, parts, self._spec, self._router_bias, self._shared_down, banks))
+        banks, guard = ((bank.gate_up, bank.down), bank.guard) if bank else (None, None)
+        half = MoeHalf(norm, eps, self._in.stored[0], self._spec, self._router_bias, self._shared_down, banks, guard)
+        run: JoinedMoe = self._ops.joined.moe(half)
 
         def moe(x: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor | None:
             if routed.in_place:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.kernels.ops import Ops, Weight
+from engine.kernels.ops import Guard, Ops, Weight
 from engine.lean import torch
 from engine.models.spec import ModelSpec, MoeSpec
 
@@ -21,6 +21,7 @@ class Bank:
     gate_up: Weight
     down: Weight
     act: str
+    guard: Guard | None = None  # `run` asks it, and so must who computes unasked (`in_place`)
 
     @property
     def experts(self) -> int:

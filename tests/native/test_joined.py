@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 
 from engine.experts.recording import Recording
 from engine.kernels.cpu import CpuOps
-from engine.kernels.ops import AttentionHalf, KVLayer, LatentHalf, MlpHalf, MoeHalf
+from engine.kernels.ops import AttentionHalf, Guard, KVLayer, LatentHalf, MlpHalf, MoeHalf
 from engine.models.load import load_model
 from engine.models.spec import AttentionSpec, LatentSpec, MlpSpec, MoeSpec, RopeSpec
 from engine.nn.batch import Batch, Cache
@@ -228,8 +228,8 @@ def test_a_step_of_latent_attention_is_checked_and_changes_nothing_when_it_is_wr
 
 
 def test_other_halves_are_checked_too(ops) -> None:
-    def moe(spec: MoeSpec, rows: int, bank=None) -> None:
-        ops.joined.moe(MoeHalf(torch.ones(16), 1e-6, (torch.randn(rows, 16),), spec, None, torch.randn(16, 8), bank))
+    def moe(spec: MoeSpec, rows: int, bank=None, guard=None) -> None:
+        ops.joined.moe(MoeHalf(torch.ones(16), 1e-6, (torch.randn(rows, 16),), spec, None, torch.randn(16, 8), bank, guard))
 
     with pytest.raises(ValueError, match="^down:"):
         ops.joined.mlp(MlpHalf(torch.ones(16), 1e-6, (torch.randn(16, 16),), MlpSpec(8), torch.randn(15, 8)))
@@ -239,6 +239,8 @@ def test_other_halves_are_checked_too(ops) -> None:
         moe(spec, 20)
     with pytest.raises(ValueError, match="belong together"):
         moe(spec, 21, (torch.randn(3, 16, 16), torch.randn(3, 16, 8)))
+    with pytest.raises(ValueError, match="^sound:"):
+        moe(spec, 21, (torch.randn(4, 16, 16), torch.randn(4, 16, 8)), Guard(torch.ones(3, dtype=torch.uint8), print))
     with pytest.raises(ValueError, match="more experts wanted"):
         moe(MoeSpec(experts=4, top_k=5, inter=8), 4)
 

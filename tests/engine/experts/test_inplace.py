@@ -7,11 +7,16 @@ from engine.build import Parts, build
 from engine.config import EngineConfig
 from engine.experts.filepool import Pack
 from engine.experts.inplace import MappedExperts
+from engine.experts.recording import Recording
+from engine.models.load import load_model
+from engine.nn.decoder import Decoder
 from engine.packing import pack_model
 from tests.engine.serve.harness import Engine, generate
+from tests.support.steps import Driver
 from tests.support.tiny import make_tiny
 
 cpu = pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
+Chained = pytest.importorskip("tests.native.test_chain").Chained
 PROMPTS = [[5, 6, 7, 8, 9], list(range(3, 60)), [11, 12]]
 
 
@@ -49,20 +54,86 @@ def test_slots_are_what_a_budget_for_experts_asks_for(packed) -> None:
     parts.experts.slots.close()
 
 
-def test_a_damaged_expert_is_refused_and_a_sound_one_verified_once(packed, tmp_path) -> None:
+@pytest.fixture
+def damaged(packed, tmp_path) -> Pack:
+    """Expert 1 of layer 0 is not what was packed."""
     pack = tmp_path / "pack"
     pack.mkdir()
     for name in ("index.json", "experts.bin"):
         (pack / name).write_bytes((packed[1] / name).read_bytes())
-    ops = cpu.CpuOps(1)
     with (pack / "experts.bin").open("r+b") as file:
-        file.seek(Pack(pack).index.kinds[0].record + 100)  # expert 1 of layer 0
+        file.seek(Pack(pack).index.kinds[0].record + 100)
         file.write(b"\xff\x7f")
-    experts = MappedExperts(Pack(pack), ops)
+    return Pack(pack)
+
+
+def verified(pack: Pack) -> set[tuple[int, int]]:
+    return {(layer, expert) for layer in range(pack.layers) for expert in range(pack.experts) if pack.verified(layer, expert)}
+
+
+def test_a_damaged_expert_is_refused_and_a_sound_one_verified_once(damaged, monkeypatch) -> None:
+    experts = MappedExperts(damaged, cpu.CpuOps(1))
     x, share = torch.ones(1, 64), torch.ones(1, 1)
     experts.run(0, x, torch.tensor([[2]], dtype=torch.int32), share)
-    left = experts._left[0]
-    experts.run(0, x, torch.tensor([[2]], dtype=torch.int32), share)
-    assert experts._left[0] == left
+    assert verified(damaged) == {(0, 2)}
     with pytest.raises(OSError, match="expert 1 of layer 0 is damaged"):
         experts.run(0, x, torch.tensor([[1]], dtype=torch.int32), share)
+    monkeypatch.setattr(damaged, "check", None)
+    experts.run(0, x, torch.tensor([[2]], dtype=torch.int32), share)
+
+
+class OneByOne(cpu.CpuOps):
+    joined = None
+
+
+class Noting(MappedExperts):
+    """Notes every expert it is asked for."""
+
+    def __init__(self, pack: Pack, ops: cpu.CpuOps) -> None:
+        super().__init__(pack, ops)
+        self.asked: set[tuple[int, int]] = set()
+
+    def run(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.asked |= {(layer, int(expert)) for expert in ids.unique()}
+        return super().run(layer, x, ids, weights)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["half by half", "a step at once"])
+def test_joined_layers_verify_who_is_chosen_and_have_the_bits_of_their_operations(packed, whole) -> None:
+    model, directory = packed
+    found = []
+    for kind in (cpu.CpuOps, OneByOne):
+        ops, pack = kind(2), Pack(directory)
+        loaded, experts = load_model(model, ops, experts=False), Noting(pack, ops)
+        decoder, seen = Decoder(loaded.spec, loaded.weights, ops, experts), []
+        driver = Driver(Chained(decoder) if whole else decoder, torch.bfloat16)
+        with torch.inference_mode():
+            for token in PROMPTS[0]:  # a few at a time: not all experts are needed from the first step on
+                logits = driver.step({0: [token]})[0]
+                seen.append((logits, verified(pack)))
+        found.append((seen, experts.asked))
+        assert not whole or driver.decoder.arrays == (len(PROMPTS[0]) if kind is cpu.CpuOps else 0)
+    (joined, unasked), (plain, asked) = found
+    assert not unasked and plain[-1][1] == asked and len(joined[0][1]) < len(joined[-1][1])
+    assert all(torch.equal(a, b) and ours == theirs for (a, ours), (b, theirs) in zip(joined, plain, strict=True))
+
+
+@pytest.mark.parametrize("how", [lambda decoder: decoder, Chained], ids=["half by half", "a step at once"])
+def test_nothing_is_computed_with_a_damaged_expert_in_a_joined_layer(packed, damaged, how) -> None:
+    ops = cpu.CpuOps(1)
+    loaded = load_model(packed[0], ops, experts=False)
+    driver = Driver(how(Decoder(loaded.spec, loaded.weights, ops, MappedExperts(damaged, ops))), torch.bfloat16)
+    with torch.inference_mode(), pytest.raises(OSError, match="expert 1 of layer 0 is damaged"):
+        driver.step({0: PROMPTS[1]})
+    assert (0, 1) not in verified(damaged) and not any(layer for layer, _ in verified(damaged))
+
+
+def test_a_recording_is_told_what_is_chosen(packed) -> None:
+    ops = cpu.CpuOps(1)
+    loaded, experts = load_model(packed[0], ops, experts=False), MappedExperts(Pack(packed[1]), ops)
+    recording = Recording(experts, experts._pack.layers, experts._pack.experts)
+    driver = Driver(Decoder(loaded.spec, loaded.weights, ops, recording), torch.bfloat16)
+    recording.start()
+    with torch.inference_mode():
+        driver.step({0: PROMPTS[0]})
+    assert recording.progress()["tokens"] == len(PROMPTS[0])
