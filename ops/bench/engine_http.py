@@ -93,6 +93,14 @@ class Server(ABC):
         connection.close()
         return Reply(first, last, *counts)
 
+    def times(self, prompt: list[int], count: int) -> list[float]:
+        """When each token of an answer came, seconds of one clock."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
+        connection.request("POST", self.path, json.dumps(self.body(prompt, count, -1)), {"Content-Type": "application/json"})
+        found = [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
+        connection.close()
+        return found
+
 
 class Ours(Server):
     name, path = "moorage", "/v1/completions"

@@ -163,6 +163,27 @@ def test_what_vllm_computed_is_what_it_did_not_know(load, usage: dict) -> None:
     assert server.read({"choices": [], "usage": usage | {"prompt_tokens_details": None}}) == (False, (2, 9))
 
 
+def test_what_a_token_costs_each_thread(load) -> None:
+    threads = load("engine_threads")
+    before = {(1, 1): ("a", 100.0, 0.0, 1), (1, 2): ("b", 0.0, 0.0, 0)}
+    after = {(1, 1): ("a", 300.0, 50.0, 11), (1, 2): ("b", 1.0, 9.0, 9), (1, 3): ("c", 800.0, 0.0, 0)}
+    found = threads.per_token(before, after, 10)
+    assert found == [
+        {"name": "c", "main": False, "runs_us": 80.0, "waits_us": 0.0, "sleeps": 0.0},
+        {"name": "a", "main": True, "runs_us": 20.0, "waits_us": 5.0, "sleeps": 1.0},
+    ], "busiest first, idle ones left out"
+    samples = [
+        threads.Sample("x", n, gap, 1e6 / gap, 1.0, foreign, [n]) for n, gap, foreign in [(0, 9, 0.5), (1, 12, 0), (2, 10, 0)]
+    ]
+    (row,) = threads.summarise(samples)
+    assert (row["gap_us"], row["best_gap_us"], row["threads"], row["rounds"]) == (11.0, 10, [2], 2)
+
+
+def test_own_threads_are_counted(load) -> None:
+    counts = load("engine_threads").counts_of(os.getpid())
+    assert counts[os.getpid(), os.getpid()][1] > 0
+
+
 def test_what_a_layer_spends_outside_of_its_kernels(load) -> None:
     profile = load("engine_profile")
     times = {"step": 100.0, "forward": 90.0, "layers": 80.0, "layers' kernels": 76.0, "kernel linear": 70.0, "kernel embed": 10.0}
