@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -87,7 +86,7 @@ class Engine:
         for chunk in step:
             at += len(chunk.echo) + chunk.sample
             if chunk.sample and not chunk.seq.sampled:
-                self.first_logits.append(self._logits[at - 1].numpy().copy())
+                self.first_logits.append(np.array(self._logits[at - 1]))
 
     def generate(self, request: Generate) -> Stream:
         if request.max_new and self.replies:
@@ -144,7 +143,7 @@ class Engine:
 
     def _scripted(self, seq: Any, outcome: Any) -> Any:
         script = self._scripts.get(seq.id)
-        return outcome if script is None or outcome.token is None else replace(outcome, token=script[seq.sampled])
+        return outcome if script is None or outcome.token is None else outcome._replace(token=script[seq.sampled])
 
 
 class Server:
