@@ -18,6 +18,7 @@ class Connection(asyncio.BufferedProtocol):
         self._buffer = bytearray(RECEIVE)
         self._frames = FrameReader(to_worker=False)
         self._received: Callable[[FrameReader, memoryview], bool] | None = None
+        self._early = b""  # what came before somebody listened
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
@@ -27,6 +28,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def listen(self, received: Callable[[FrameReader, memoryview], bool]) -> None:
         self._received = received
+        early, self._early = self._early, b""
+        if early:
+            self._take(memoryview(early))
         if not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -34,7 +38,12 @@ class Connection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, count: int) -> None:
-        if not self._received(self._frames, memoryview(self._buffer)[:count]):
+        self._take(memoryview(self._buffer)[:count])
+
+    def _take(self, data: memoryview) -> None:
+        if self._received is None:  # uvloop hands over what was there already when reading was paused
+            self._early += bytes(data)
+        elif not self._received(self._frames, data):
             self._close()
 
     def eof_received(self) -> None:
