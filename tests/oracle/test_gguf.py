@@ -113,27 +113,36 @@ def smollm() -> Path:
     return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
 
 
-@pytest.mark.slow
-def test_smollm2_says_what_transformers_says(smollm, kernels) -> None:
-    loaded = load_model(smollm, kernels.ops)
-    decoder = Decoder(loaded.spec, loaded.weights, kernels.ops)
-    model = _smollm_in_transformers(smollm)
-    vocabulary = gguf.GGUFReader(smollm).fields["tokenizer.ggml.tokens"].contents()
+@pytest.fixture(scope="module")
+def said(smollm) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Of three prompts what transformers goes on with: tokens [T] of both, its logits [24, V] of what follows, prompt length."""
+    file = gguf.GGUFReader(smollm)
+    model = _smollm_in_transformers(file)
+    vocabulary = file.fields["tokenizer.ggml.tokens"].contents()
     ids = {text: i for i, text in enumerate(vocabulary)}
+    found = []
     for words in ("The Ġcapital Ġof ĠFrance Ġis", "def Ġadd ( a , Ġb ):", "One Ġday Ġa Ġlittle Ġgirl"):
         prompt = [ids[word] for word in words.split()]
         want = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0]
         with torch.no_grad():
-            theirs = model(want[None]).logits[0, len(prompt) - 1 : -1]
-        ours = Driver(decoder, kernels.kv_dtype, sequences=1).step({0: want.tolist()})[0][len(prompt) - 1 : -1]
+            found.append((want, model(want[None]).logits[0, len(prompt) - 1 : -1], len(prompt)))
+    return found
+
+
+@pytest.mark.slow
+def test_smollm2_says_what_transformers_says(smollm, said, kernels) -> None:
+    loaded = load_model(smollm, kernels.ops)
+    decoder = Decoder(loaded.spec, loaded.weights, kernels.ops)
+    for want, theirs, length in said:
+        ours = Driver(decoder, kernels.kv_dtype, sequences=1).step({0: want.tolist()})[0][length - 1 : -1]
         chosen = ours.argmax(-1, keepdim=True)
         # Where two tokens are as good as equal, bfloat16 pages may turn them round; float32 may not.
         gap = (theirs.max(-1).values - theirs.gather(-1, chosen)[:, 0]).max().item()
-        assert gap <= (TIE if kernels.ops.name == "cpu" else 0), "".join(vocabulary[i] for i in want.tolist())
+        assert gap <= (TIE if kernels.ops.name == "cpu" else 0), want.tolist()
         assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < (0.2 if kernels.ops.name == "cpu" else 1e-2)
 
 
-def _smollm_in_transformers(path: Path) -> torch.nn.Module:
+def _smollm_in_transformers(file: gguf.GGUFReader) -> torch.nn.Module:
     """transformers' own Llama with the file's weights dequantized by `gguf`, rows put back by the inverse of its converter."""
     import transformers
 
@@ -152,7 +161,7 @@ def _smollm_in_transformers(path: Path) -> torch.nn.Module:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    held = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    held = {t.name: t for t in file.tensors}
     for name, parameter in model.named_parameters():
         tensor = held[names.get_name(name, try_suffixes=(".weight",))]
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())

@@ -263,9 +263,9 @@ def test_no_config_value_ends_in_a_traceback(kind, tmp_path) -> None:
     assert refusals > 100
 
 
-def rewritten(source: Path, target: Path, key: str, value: object) -> None:
+def rewritten(reader: gguf.GGUFReader, target: Path, key: str, value: object) -> None:
     """A copy of a GGUF file with one metadata key changed (None: left out). The types are those Python values suggest."""
-    reader, kinds = gguf.GGUFReader(source), gguf.GGUFValueType
+    kinds = gguf.GGUFValueType
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture" or (name == key and value is None):
@@ -290,13 +290,14 @@ def rewritten(source: Path, target: Path, key: str, value: object) -> None:
 def test_no_gguf_metadata_ends_in_a_traceback(kind, tmp_path) -> None:
     """As for config.json: the model loads, or is refused in one line."""
     write_gguf(make_tiny(kind, tmp_path / "hf"), tmp_path / "good.gguf")
-    keys = [k for k in gguf.GGUFReader(tmp_path / "good.gguf").fields if not k.startswith(("GGUF.", "general."))]
+    good = gguf.GGUFReader(tmp_path / "good.gguf")
+    keys = [k for k in good.fields if not k.startswith(("GGUF.", "general."))]
     refusals = 0
     for key in [*keys, "general.architecture"]:
         for value in (None, -1, 0, float("nan"), "x", [1], ["y"]):
             if key == "general.architecture" and value is not None:
                 continue
-            rewritten(tmp_path / "good.gguf", tmp_path / "odd.gguf", key, value)
+            rewritten(good, tmp_path / "odd.gguf", key, value)
             try:
                 load._check_complete(load.open_checkpoint(tmp_path / "odd.gguf"), "odd.gguf")
             except ModelError as error:
