@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import BOUNDED, CUT, ROOT, Service, check_meaning
+from tests.support.agents import binary
+
+from .harness import BOUNDED, CUT, Service, check_meaning
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -28,13 +30,6 @@ name = "local"
 base_url = "URL"
 wire_api = "responses"
 """
-
-
-def binary(name: str) -> Path:
-    path = Path(os.environ.get("MOORAGE_NODE", ROOT / ".cache/node")) / "node_modules/.bin" / name
-    if not path.exists():
-        pytest.skip(f"{name} is not installed (ops/test installs it where npm is)")
-    return path
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import BOUNDED, ROOT, Service, check_meaning
+from tests.support.agents import binary
+
+from .harness import BOUNDED, Service, check_meaning
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,13 +25,6 @@ TURNS = (
     "List the files in `pkg`.",
     "Run `wc -l pkg/core.py`.",
 )
-
-
-def opencode() -> Path:
-    path = Path(os.environ.get("MOORAGE_NODE", ROOT / ".cache/node")) / "node_modules/.bin/opencode"
-    if not path.exists():
-        pytest.skip("opencode is not installed (ops/test installs it where npm is)")
-    return path
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def workspace(tmp_path: Path, running: Service) -> Path:
 
 def run_turn(workspace: Path, home: Path, text: str, first: bool) -> list[dict]:
     """One `opencode run`; its events."""
-    command = [opencode(), "run", *([] if first else ["-c"]), "-m", f"local/{BOUNDED}", "--format", "json", text]
+    command = [binary("opencode"), "run", *([] if first else ["-c"]), "-m", f"local/{BOUNDED}", "--format", "json", text]
     env = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
     run = subprocess.run(command, cwd=workspace, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]

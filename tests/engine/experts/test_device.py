@@ -20,28 +20,14 @@ from engine.experts.layers import Group
 from engine.experts.locking import lock_banks
 from engine.experts.pack import write_pack
 from engine.experts.pool import HostPool, Pool
-from engine.experts.split import Rates
 from engine.kernels.ops import Ops
 from engine.kernels.reference import ReferenceOps
 from engine.nn.experts import Bank
 from engine.tiers import Kernels, Source, Ways, run_groups
-from tests.engine.experts.tiers import EVEN, EXPERTS, LAYERS, banks, kernels, step
+from tests.engine.experts.tiers import ALL, EVEN, EXPERTS, LAYERS, PLACEMENTS, SLOW, banks, kernels, step
 from tests.support.late import Late, LateOps
 
-ALL = LAYERS * EXPERTS
-SLOW = Rates(link=1e6, host=2e9, shared=1e9)  # by what it says
-# name -> (mode, slots)
-PLACEMENTS = {
-    "resident": ("offload", ALL),
-    "offload": ("offload", 2 * EXPERTS),
-    "offload-small": ("offload", 5),
-    "offload-tiny": ("offload", 1),
-    "offload-late": ("offload", 2 * EXPERTS),
-    "hybrid": ("hybrid", 14),
-    "hybrid-small": ("hybrid", 2),
-    "host": ("host", 4),
-    "no-slots": ("hybrid", 0),
-}
+ON_DEVICE = PLACEMENTS | {"offload-tiny": ("offload", 1)}
 
 
 @contextlib.contextmanager
@@ -76,10 +62,10 @@ FORMATS = [("reference", "f32"), ("cpu", "bf16"), ("cpu", "Q4_K")]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])
-@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+@pytest.mark.parametrize("placement", sorted(ON_DEVICE))
 @pytest.mark.parametrize(("name", "kind"), FORMATS)
 def test_every_placement_gives_the_bits_of_the_pool_and_no_race(name: str, kind: str, placement: str, batch: int) -> None:
-    ops, (mode, slots), late = kernels(name), PLACEMENTS[placement], Late(batch)
+    ops, (mode, slots), late = kernels(name), ON_DEVICE[placement], Late(batch)
     pool, generator = banks(ops, kind), torch.Generator().manual_seed(batch)
     with on_device(locked(pool, late), ops, late, slots, mode, rates=SLOW if placement == "offload-late" else EVEN) as experts:
         for turn in range(3):

@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.filepool import Pack
 from engine.experts.locking import lock_banks
-from engine.experts.pack import write_pack
 from engine.experts.pool import HostPool
 from engine.experts.predict import NextRouter
-from engine.models.load import load_model
 from engine.nn.experts import expert_banks
-from tests.engine.experts.test_greedy import PROMPTS, SIZES, Model, answers, check, in_format, placed
-from tests.engine.experts.tiers import EVEN, kernels
+from tests.engine.experts.test_greedy import PROMPTS, Model, answers, check, maker
+from tests.engine.experts.tiers import EVEN
 from tests.support.late import Border, Late, LateOps
-from tests.support.tiny import make_tiny
 
 FORMATS = ["bf16", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q8_0", "Q4_K", "Q6_K", "F8_E4M3", "MXFP4"))]
 PLACEMENTS = ["resident", "offload", "hybrid", "host", "stream"]
@@ -27,21 +23,7 @@ PLACEMENTS = ["resident", "offload", "hybrid", "host", "stream"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    ops, checkpoint, made = kernels("cpu"), tmp_path_factory.mktemp("checkpoint"), {}
-    make_tiny("qwen3_moe", checkpoint, torch.bfloat16, **SIZES)
-
-    def get(kind: str) -> Model:
-        if kind not in made:
-            loaded = in_format(load_model(checkpoint, ops), ops, kind)
-            banks = expert_banks(loaded.spec, loaded.weights)
-            pack = tmp_path_factory.mktemp("pack") / "experts"
-            write_pack(pack, "test", len(banks), lambda n: banks[n], lambda done, total: None)
-            model = made[kind] = Model(loaded, ops, pack, [])
-            with placed("resident", model) as experts:
-                model.alone.extend(answers(model, experts, [prompt])[0] for prompt in PROMPTS)
-        return made[kind]
-
-    return get
+    return maker(tmp_path_factory)
 
 
 @contextmanager

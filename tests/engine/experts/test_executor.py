@@ -16,27 +16,25 @@ from engine.kernels.reference import ReferenceOps
 from engine.models.load import load_model
 from engine.nn.decoder import Decoder
 from engine.nn.experts import Bank, expert_banks
-from tests.engine.experts.tiers import EVEN, EXPERTS, LAYERS, TOP_K, WIDE_KINDS, banks, kernels, step, tiered
+from tests.engine.experts.tiers import (
+    ALL,
+    EVEN,
+    EXPERTS,
+    LAYERS,
+    PLACEMENTS,
+    SLOW,
+    TOP_K,
+    WIDE_KINDS,
+    banks,
+    kernels,
+    step,
+    tiered,
+)
 from tests.support.steps import Driver
 from tests.support.tiny import make_tiny
 
 FORMATS = [("reference", "f32"), ("cpu", "bf16"), ("cpu", "f16"), ("cpu", "Q8_0"), ("cpu", "Q4_0"), ("cpu", "Q4_1")]
 FORMATS += [pytest.param("cpu", kind, marks=() if kind == "Q4_K" else pytest.mark.slow) for kind in WIDE_KINDS]
-ALL = LAYERS * EXPERTS
-SLOW = Rates(link=1e6, host=2e9, shared=1e9)  # by what it says; the copies are as fast as they are
-# name -> (mode, slots): everything resident; fetched, with room for two layers, for a batch, for less than one token's
-# experts, over a link worth computing beside; split; computed in place
-PLACEMENTS = {
-    "resident": ("offload", ALL),
-    "offload": ("offload", 2 * EXPERTS),
-    "offload-small": ("offload", 5),
-    "offload-tiny": ("offload", 2),
-    "offload-late": ("offload", 2 * EXPERTS),
-    "hybrid": ("hybrid", 14),
-    "hybrid-small": ("hybrid", 2),
-    "host": ("host", 4),
-    "no-slots": ("hybrid", 0),
-}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])

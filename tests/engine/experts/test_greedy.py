@@ -46,8 +46,8 @@ class Model:
     alone: list[list[int]]  # the answer to each prompt, run by itself with all experts in slots
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Callable[[str], Model]:
+def maker(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Makes the model of each format once."""
     ops, checkpoint, made = kernels("cpu"), tmp_path_factory.mktemp("checkpoint"), {}
     make_tiny("qwen3_moe", checkpoint, torch.bfloat16, **SIZES)
 
@@ -64,6 +64,11 @@ def models(tmp_path_factory) -> Callable[[str], Model]:
         return made[kind]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str], Model]:
+    return maker(tmp_path_factory)
 
 
 def in_format(loaded: LoadedModel, ops: Ops, kind: str) -> LoadedModel:

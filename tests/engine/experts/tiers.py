@@ -20,6 +20,21 @@ from tests.support.tiny_gguf import random_blocks
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 3, 12, 3, 64, 32
 WIDE, WIDE_KINDS = 256, ("Q4_K", "Q6_K", "F8_E4M3", "MXFP4", "NVFP4_SCALED")  # whose blocks are longer than INTER
 EVEN = Rates(link=1e9, host=2e9, shared=1e9)  # half of the misses are fetched
+SLOW = Rates(link=1e6, host=2e9, shared=1e9)  # by what it says; the copies are as fast as they are
+ALL = LAYERS * EXPERTS
+# name -> (mode, slots): everything resident; fetched, with room for two layers, for a batch, for less than one token's
+# experts, over a link worth computing beside; split; computed in place
+PLACEMENTS = {
+    "resident": ("offload", ALL),
+    "offload": ("offload", 2 * EXPERTS),
+    "offload-small": ("offload", 5),
+    "offload-tiny": ("offload", 2),
+    "offload-late": ("offload", 2 * EXPERTS),
+    "hybrid": ("hybrid", 14),
+    "hybrid-small": ("hybrid", 2),
+    "host": ("host", 4),
+    "no-slots": ("hybrid", 0),
+}
 
 
 def kernels(name: str) -> Ops:

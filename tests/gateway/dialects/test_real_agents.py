@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import meaning
+from tests.support.agents import binary
 from tests.support.gateway import Gateway, settings
 from tests.support.scripted_model import Do, Say, ScriptedModel
 
@@ -22,13 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 240
-
-
-def binary(name: str) -> Path:
-    path = Path(os.environ.get("MOORAGE_NODE", ROOT / ".cache/node")) / "node_modules/.bin" / name
-    if not path.exists():
-        pytest.skip(f"{name} is not installed (ops/test installs it where npm is)")
-    return path
 
 
 @pytest.fixture

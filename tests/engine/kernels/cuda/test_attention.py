@@ -5,36 +5,16 @@ import torch
 
 from engine.kernels.cuda import attention
 from engine.kernels.ops import KVLayer
+from tests.native.attention_inputs import fresh, random_qkv, run
 from tests.native.helpers import PAGE, close, segments
 
 EXACT = 5e-5
-
-
-def fresh(pages: int, heads: int, dim: int, dtype=torch.bfloat16) -> KVLayer:
-    return KVLayer(*(torch.zeros(pages, heads, PAGE, dim, dtype=dtype) for _ in range(2)))
 
 
 def filled(pages: int, heads: int, dim: int) -> KVLayer:
     """Pages of some past."""
     gen = torch.Generator().manual_seed(5)
     return KVLayer(*(torch.randn(pages, heads, PAGE, dim, generator=gen).bfloat16() for _ in range(2)))
-
-
-def random_qkv(n: int, hq: int, hkv: int, dim: int, seed: int = 0):
-    gen = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, h, dim, generator=gen) for h in (hq, hkv, hkv))
-    return q, k.bfloat16().float(), v.bfloat16().float()  # what the pages can hold, so that the truth sees the same keys
-
-
-def run(ops, qkv, kv, cuts: list[int], table: list[int], window) -> torch.Tensor:
-    """One sequence from position 0, prefilled in the chunks that end at `cuts`."""
-    q, k, v = qkv
-    out, at = [], 0
-    for end in cuts:
-        seg = segments([0, end - at], [at], [table], [0])
-        out.append(ops.attention(q[at:end], k[at:end], v[at:end], kv, seg, q.shape[2] ** -0.5, window))
-        at = end
-    return torch.cat(out)
 
 
 @pytest.mark.parametrize(("hq", "hkv", "dim", "window"), [(4, 1, 64, None), (6, 3, 20, 60), (2, 1, 256, 50)])
