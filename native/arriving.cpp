@@ -1,6 +1,7 @@
 // Experts computed while they are read: those that are there first, each of the others as far as it has come, then the merge.
 #include "ops.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -47,18 +48,22 @@ Ops::Came Ops::moe_arriving(const float* x, int64_t n, const int32_t* ids, const
     while (!coming.empty()) {
         std::vector<int64_t> keys;
         for (const Coming& each : coming) keys.push_back(each.key);
-        const size_t best = reader.furthest(keys);
-        const Coming next = coming[best];
-        coming.erase(coming.begin() + (int64_t)best);
+        const std::vector<int64_t> there = reader.reach(keys);
+        const int64_t record = reader.shelf().record, most = *std::max_element(there.begin(), there.end());
+        // All that are whole at once: one alone has too few rows for many threads. Else the one of which most is there.
+        std::vector<Coming> now, later;
+        for (size_t i = 0; i < coming.size(); i++)
+            (there[i] == most && (most == record || now.empty()) ? now : later).push_back(coming[i]);
+        coming = std::move(later);
         which.assign(experts, 0);
-        which[next.expert] = 1;
+        for (const Coming& each : now) which[each.expert] = 1;
         const Beyond beyond = [&](int64_t bytes) {
             const auto began = std::chrono::steady_clock::now();
-            const int64_t here = reader.beyond(next.key, bytes);
+            const int64_t here = reader.beyond(now[0].key, bytes);
             came.waited += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
             return here;
         };
-        if (!compute(&beyond)) came.lost.push_back(next.key);
+        if (!compute(most == record ? nullptr : &beyond)) came.lost.push_back(now[0].key);
     }
     if (came.lost.empty()) moe_merge(parts, ids, weights, n, k, width, out);
     return came;

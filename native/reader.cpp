@@ -167,13 +167,11 @@ int64_t Reader::beyond(int64_t key, int64_t bytes) {
     return found;
 }
 
-size_t Reader::furthest(const std::vector<int64_t>& keys) {
+std::vector<int64_t> Reader::reach(const std::vector<int64_t>& keys) {
     std::lock_guard lock(mutex_);
-    size_t best = 0;
-    int64_t most = -2;
-    for (size_t i = 0; i < keys.size(); i++)
-        if (const int64_t found = here(keys[i]); found > most) best = i, most = found;
-    return best;
+    std::vector<int64_t> all;
+    for (int64_t key : keys) all.push_back(here(key));
+    return all;
 }
 
 int64_t Reader::bytes() {

@@ -64,8 +64,8 @@ public:
 
     // Waits until more than `bytes` of the beginning of an expert are there; returns how many. -1: they will not come.
     int64_t beyond(int64_t key, int64_t bytes);
-    // Of experts that were submitted and not waited for: of which one most is there.
-    size_t furthest(const std::vector<int64_t>& keys);
+    // Of experts that were submitted and not waited for: how many bytes of each are there; -1: they will not come.
+    std::vector<int64_t> reach(const std::vector<int64_t>& keys);
 
     int64_t bytes();
     double busy_s();              // in which at least one read was under way
