@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -107,10 +108,14 @@ class FilePool:
     def __init__(self, pack: Pack, kind: Kind, numbers: Sequence[int]) -> None:
         self._pack, self._kind, self.numbers = pack, kind, tuple(numbers)
         self.layers, self.experts, self.expert_bytes = len(numbers), pack.experts, kind.bytes
-        self.like = Bank(_empty(kind.gate_up), _empty(kind.down), pack.index.act)
         self.piece, self.record, self.path = PIECE, kind.record, pack.path
         self.parts = -(-kind.record // PIECE)
         self._kept: _Rows | None = None
+
+    @cached_property
+    def like(self) -> Bank:
+        """Imports torch, which a pack that is computed on where it lies does without."""
+        return Bank(_empty(self._kind.gate_up), _empty(self._kind.down), self._pack.index.act)
 
     def bank(self, layer: int) -> None:
         return None

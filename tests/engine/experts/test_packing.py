@@ -1,6 +1,9 @@
 """From a checkpoint to a pack, and an engine that reads its experts from it."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +68,18 @@ def test_answers_are_those_of_the_engine_that_holds_everything(packed, policy: s
     assert seen["mode"] == "stream" and seen["slots"]["policy"] == policy and seen["slots"]["fetched"] > index.experts
     assert json.dumps(seen)
     executor.close()
+
+
+def test_a_pack_that_is_computed_on_where_it_lies_needs_no_torch(packed) -> None:
+    model, pack, kernels = packed
+    if kernels == "reference":
+        return
+    code = "import sys; from engine.build import build; from engine.config import EngineConfig; "
+    code += (
+        "build(EngineConfig(model=sys.argv[1], experts_pack=sys.argv[2], kernels='cpu', kv_bytes=64 << 20), lambda *_: None); "
+    )
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(model), str(pack)], check=True, cwd=Path(__file__).parents[3])
 
 
 def test_a_second_pack_finds_nothing_to_do(packed) -> None:
