@@ -170,50 +170,63 @@ template <class C> struct Steps {
     }
 };
 
-// A step's lines of TOGETHER rows that follow each other come nearer, in as many parts.
-template <int BYTES> inline __attribute__((always_inline)) void fetch(const uint8_t* at, int part) {
-    constexpr int LINES = (TOGETHER * BYTES + 63) / 64;
+// A step's lines of R rows that follow each other come nearer, in as many parts.
+template <int BYTES, int R> inline __attribute__((always_inline)) void fetch(const uint8_t* at, int part) {
+    constexpr int LINES = (R * BYTES + 63) / 64;
 #pragma GCC unroll 8
-    for (int i = part * LINES / TOGETHER; i < (part + 1) * LINES / TOGETHER; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    for (int i = part * LINES / R; i < (part + 1) * LINES / R; i++) __builtin_prefetch(at + 64 * i, 0, 2);
 }
 
-// One row of x against rows [r0, r0 + nr).
-template <class C>
-__attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
+// T rows of x against rows [r0, r0 + nr): TOGETHER of them at once meet one row of x; several rows of x meet one. Sums stay in registers.
+template <class C, int T>
+__attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
+    constexpr int R = T == 1 ? TOGETHER : 1;
     const int64_t steps = steps_of(m.cols);
     const Steps<C> in(m);
     alignas(32) uint8_t last[C::BYTES];
-    for (int r = 0; r < nr; r += TOGETHER) {
-        const uint8_t *base = m.data + (r0 + r) * m.stride, *line = r + TOGETHER < nr ? base + TOGETHER * m.stride : next ? next : base;
-        const uint8_t* row[TOGETHER];
-        for (int i = 0; i < TOGETHER; i++) row[i] = base + (r + i < nr ? i : nr - 1 - r) * m.stride; // the last row again past the end
-        __m256 acc[TOGETHER];
-        for (auto& a : acc) a = _mm256_setzero_ps();
-        for (int64_t s = 0; s < steps; s++, line += TOGETHER * C::BYTES) {
+    for (int r = 0; r < nr; r += R) {
+        const uint8_t *base = m.data + (r0 + r) * m.stride, *line = base + TOGETHER * m.stride;
+        if (r + TOGETHER >= nr) line = next ? next + (R == 1 ? r + TOGETHER - nr : 0) * m.stride : base;
+        const uint8_t* row[R];
+        for (int i = 0; i < R; i++) row[i] = base + (r + i < nr ? i : nr - 1 - r) * m.stride; // the last row again past the end
+        __m256 acc[R][T];
 #pragma GCC unroll 4
-            for (int i = 0; i < TOGETHER; i++) {
-                fetch<C::BYTES>(line, i);
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) acc[i][t] = _mm256_setzero_ps();
+        for (int64_t s = 0; s < steps; s++, line += R * C::BYTES) {
+#pragma GCC unroll 4
+            for (int i = 0; i < R; i++) {
+                fetch<C::BYTES, R>(line, i);
                 const uint8_t* b = in.at(row[i], s, last);
                 in_order(); // x comes from memory for every row: kept in registers it would be spilled
-                const XStep& step = x[s * rows];
                 Scales<C> scales;
                 C::scales(b, scales);
 #pragma GCC unroll 2
                 for (int part = 0; part < C::PARTS; part++) {
                     __m256i numbers[8 / C::PARTS];
                     numbers_of<C>(b, part, numbers);
-                    acc[i] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[i]));
+#pragma GCC unroll 4
+                    for (int t = 0; t < T; t++) {
+                        const XStep& step = x[s * rows + t];
+                        acc[i][t] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[i][t]));
+                        if (T > 1) in_order();
+                    }
                 }
             }
         }
-        for (int i = 0; i < TOGETHER && r + i < nr; i++) c[r + i] = total(acc[i]);
+        for (int i = 0; i < R && r + i < nr; i++)
+            for (int t = 0; t < T; t++) c[t * BLOCK + r + i] = total(acc[i][t]);
     }
 }
 
 // n rows of x, of a panel of `rows`, against rows [r0, r0 + nr): c[t * BLOCK + r].
 template <class C>
 __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
-    if (n == 1) return one_row<C>(m, r0, nr, x, rows, next, c);
+    if (n <= 4) {
+        const auto few = n == 1 ? few_rows<C, 1> : n == 2 ? few_rows<C, 2> : n == 3 ? few_rows<C, 3> : few_rows<C, 4>;
+        return few(m, r0, nr, x, rows, next, c);
+    }
     const int64_t steps = steps_of(m.cols);
     const Steps<C> in(m);
     alignas(32) float acc[ROUND][BLOCK][8];
