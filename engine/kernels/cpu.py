@@ -216,7 +216,7 @@ class CpuOps:
         """
         up, low = stored(gate_up), stored(down)
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         lost, waited = self._ops.moe_arriving(
             out, x, ids.contiguous(), weights.contiguous(), *up, *low, act, place, coming, reader
         )
