@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native import emulator, program
+from tests.native import emulator, program, program_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "native"
@@ -81,6 +81,13 @@ def test_every_format_has_the_bits_of_its_definition(run) -> None:
 
 def test_products_are_exact_and_know_nothing_of_their_neighbours(run, truth, exact) -> None:
     program.check_products(run, truth, exact)
+
+
+def test_products_at_the_edges(run, truth, exact) -> None:
+    program_edges.check_floats_of_any_shape(run, truth, exact)
+    program_edges.check_huge_values(run)
+    program_edges.check_largest_numbers(run)
+    program_edges.check_values_that_are_not_finite(run)
 
 
 def test_experts(run, truth, exact) -> None:
