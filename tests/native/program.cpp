@@ -182,7 +182,8 @@ void route(Ops& ops) {
     give(chosen), give(weights);
 }
 
-// Half layers one behind the other, `steps` rows of a sequence a call: attention, a gated product, DeltaNet, experts with a shared one.
+// Half layers one behind the other, `steps` rows of a sequence a call: attention, a gated product, DeltaNet, experts with a shared one,
+// latent attention.
 void halves(Ops& ops) {
     const Format f = (Format)number();
     const int tokens = number(), steps = number(), hidden = number(), heads = number(), kv_heads = number(), dim = number(), inter = number();
@@ -215,7 +216,15 @@ void halves(Ops& ops) {
     const Matrix up = weight(experts * 2 * inter, hidden), down = weight(experts * hidden, inter);
     e.up = in_a_row(Matrix{f, up.data, 2 * inter, hidden, up.stride}), e.down = in_a_row(Matrix{f, down.data, hidden, inter, down.stride});
 
-    Array<uint16_t> kp((size_t)count * kv_heads * PAGE * dim), vp(kp.size());
+    LatentHalf l{};
+    const int rank = 2 * dim; // of keys and values; queries come from a latent of `inter`
+    l.norm = norm(), l.in = fan({inter, rank + dim}), l.q_norm = vector(inter), l.q = weight(heads * 2 * dim, inter), l.kv_norm = vector(rank);
+    const Matrix keys = weight(heads * rank, dim), parts = weight(heads * dim, rank);
+    l.keys = Matrix{f, keys.data, rank, dim, keys.stride}, l.values = Matrix{f, parts.data, dim, rank, parts.stride};
+    l.out = weight(hidden, heads * dim), l.heads = heads, l.rank = rank, l.plain = l.turned = dim, l.eps = 1e-6f, l.scale = 0.125f;
+    l.interleaved = true;
+
+    Array<uint16_t> kp((size_t)count * kv_heads * PAGE * dim), vp(kp.size()), latents((size_t)count * PAGE * (rank + dim));
     Array<int32_t> pages(count);
     for (int i = 0; i < count; i++) pages.data()[i] = i;
     Array<float> past((size_t)mix * (taps - 1)), state((size_t)value_heads * key_dim * key_dim);
@@ -223,10 +232,12 @@ void halves(Ops& ops) {
         const int32_t n = tokens - t < steps ? tokens - t : steps, cu[2] = {0, n}, start = t, slot = 0;
         const Stream s{x.data() + (size_t)t * hidden, nullptr, n};
         const Rotation rope{cos.data() + (size_t)t * dim / 2, sin.data() + (size_t)t * dim / 2, dim};
-        ops.attention_half(a, s, rope, kp.data(), vp.data(), Sequences{cu, &start, pages.data(), nullptr, 1, count});
+        const Sequences seq{cu, &start, pages.data(), nullptr, 1, count};
+        ops.attention_half(a, s, rope, kp.data(), vp.data(), seq);
         ops.mlp_half(m, s);
         ops.delta_half(d, s, past.data(), state.data(), cu, &slot, 1, nullptr);
         ops.moe_half(e, s);
+        ops.latent_half(l, s, rope, latents.data(), seq);
     }
     give(x);
 }

@@ -248,7 +248,7 @@ def check_routing(run: Run, truth: ReferenceOps) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of four half layers, in the order of program.cpp."""
+    """Of five half layers, in the order of program.cpp."""
 
     hidden: int
     heads: int
@@ -300,6 +300,16 @@ def half_weights(kind: str, s: Sizes) -> dict[str, Quant | torch.Tensor]:
     shapes |= {"dt_bias": (s.value_heads,), "a_log": (s.value_heads,), "out norm": (s.key_dim,), "out": (h, v)}
     shapes |= {"norm 4": (h,), "router": (s.experts, h), "switch": (1, h), "shared gate": (i, h), "shared up": (i, h)}
     shapes |= {"shared down": (h, i), "ups": (s.experts * 2 * i, h), "downs": (s.experts * h, i)}
+    r, d = 2 * s.dim, s.dim  # rank of the latent; elements of a head that turn, and that do not
+    shapes |= {
+        "norm 5": (h,),
+        "q_a": (i, h),
+        "kv_a": (r + d, h),
+        "q_a norm": (i,),
+        "q_b": (s.heads * 2 * d, i),
+        "kv_a norm": (r,),
+    }
+    shapes |= {"k_b": (s.heads * r, d), "v_b": (s.heads * d, r), "latent out": (h, s.heads * d)}
     weights: dict[str, Quant | torch.Tensor] = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         if len(shape) == 1:
@@ -344,4 +354,15 @@ def halves_by(ops, s: Sizes, x: torch.Tensor, angle: torch.Tensor, w: dict[str, 
     ids, weights = ops.route(ops.linear(h, w["router"]), MoeSpec(s.experts, s.k, s.inter))
     banks = w["ups"].view(s.experts, -1, s.hidden), w["downs"].view(s.experts, s.hidden, -1)
     shared = ops.linear(ops.gate_mul(ops.linear(h, w["shared gate"]), ops.linear(h, w["shared up"]), "silu"), w["shared down"])
-    return x + ops.moe(h, ids, weights, *banks, "silu") + ops.linear(h, w["switch"]).sigmoid() * shared
+    x = x + ops.moe(h, ids, weights, *banks, "silu") + ops.linear(h, w["switch"]).sigmoid() * shared
+
+    h, rank = normed("norm 5"), 2 * s.dim
+    q = ops.linear(ops.rms_norm(ops.linear(h, w["q_a"]), w["q_a norm"], 1e-6, False), w["q_b"]).view(n, s.heads, -1)
+    latent = ops.linear(h, w["kv_a"])
+    key = ops.rope(latent[:, None, rank:], cos, sin, True)[:, 0]
+    latent = torch.cat([ops.rms_norm(latent[:, :rank], w["kv_a norm"], 1e-6, False), key], 1).bfloat16().float()
+    q = torch.cat(
+        [ops.heads_linear(q[..., : s.dim], w["k_b"].view(s.heads, rank, -1)), ops.rope(q[..., s.dim :], cos, sin, True)], 2
+    )
+    mixed = ops.latent_attention(q, latent, KVLayer(torch.zeros(1, 1, PAGE, 3 * s.dim), None), seg, 0.125, rank)
+    return x + ops.linear(ops.heads_linear(mixed, w["v_b"].view(s.heads, -1, rank)).flatten(1), w["latent out"])
