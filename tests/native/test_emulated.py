@@ -94,13 +94,15 @@ def test_experts(run, truth, exact) -> None:
     program.check_experts(run, truth, exact)
 
 
-@pytest.mark.parametrize(("hq", "hkv", "dim", "window"), [(8, 2, 64, 0), (6, 3, 20, 64)])
-def test_attention(run, truth, hq: int, hkv: int, dim: int, window: int) -> None:
-    program.check_attention(run, truth, 100, hq, hkv, dim, window)
+# The second is longer than a span.
+@pytest.mark.parametrize(("tokens", "hq", "hkv", "dim", "window"), [(80, 8, 2, 64, 0), (530, 3, 1, 20, 0), (80, 6, 3, 20, 64)])
+def test_attention(run, truth, tokens: int, hq: int, hkv: int, dim: int, window: int) -> None:
+    program.check_attention(run, truth, tokens, hq, hkv, dim, window)
 
 
-def test_latent_attention(run, truth, exact) -> None:
-    program.check_latent_attention(run, truth, exact, 100, 10)
+@pytest.mark.parametrize(("tokens", "heads"), [(80, 5), (9, 70)])
+def test_latent_attention(run, truth, exact, tokens: int, heads: int) -> None:
+    program.check_latent_attention(run, truth, exact, tokens, heads)
 
 
 def test_delta(run, truth) -> None:
