@@ -244,7 +244,11 @@ void Reader::landed(Job* job, int64_t piece, int64_t size, const std::string& wh
         job->there[piece] = true;
         while (job->reach < pieces_ && job->there[job->reach]) job->reach++;
     }
-    const bool whole = !job->problem && job->reach == pieces_;
+    bool whole = !job->problem && job->reach == pieces_;
+    if (whole && job->want.check && closed_) { // who checks may have gone home
+        job->problem = {0, End::FAILED, "the link was closed"};
+        whole = false;
+    }
     if (whole && job->want.check) { // stays under way: it cannot be taken back any more
         unchecked_.push_back(job->want);
         check_.notify_one();

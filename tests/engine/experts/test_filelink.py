@@ -114,6 +114,32 @@ def test_what_is_queued_when_it_closes_fails_and_who_checks_goes_home(shelf) -> 
     assert shelf.reader.wait(3)[1:] == (FAILED, "the link is closed")
 
 
+def test_everything_ends_whenever_it_closes(tmp_path) -> None:
+    """Also what was read whole when who checks had gone home already."""
+
+    def check(reader: native.Reader) -> None:
+        while (found := reader.unchecked()) is not None:
+            reader.checked(found[0], "")
+
+    for turn in range(100):
+        shelf = Shelf(tmp_path, threads=4)
+        checking = threading.Thread(target=check, args=(shelf.reader,))
+        checking.start()
+        shelf.submit(*range(SLOTS), check=True)
+        for _ in range(turn % SLOTS):
+            shelf.reader.first([*range(SLOTS)])
+        shelf.reader.close()
+        ends = []
+        waiting = threading.Thread(
+            target=lambda reader=shelf.reader, to=ends: to.extend(reader.wait(k)[1] for k in range(SLOTS)), daemon=True
+        )
+        waiting.start()
+        for thread in (waiting, checking):
+            thread.join(30)
+        os.close(shelf.file)
+        assert len(ends) == SLOTS and set(ends) <= {WHOLE, FAILED}
+
+
 def test_threads_share_the_work_and_every_byte_is_where_it_belongs(tmp_path) -> None:
     shelf = Shelf(tmp_path, threads=4)
     for turn in range(50):
