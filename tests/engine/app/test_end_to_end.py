@@ -16,7 +16,7 @@ from tests.support.engine_process import one_line, run_cli, serving
 from tests.support.text import tool, write_tokenizer
 from tests.support.tiny import make_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each server imports torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each test starts a server or asks one that others use
 
 HI = [{"role": "user", "content": "The quick brown fox"}]
 
@@ -236,6 +236,33 @@ def test_memory_is_seen_and_moved_from_the_command_line(server):
     one_line(moorage_memory("set"), "nothing to do", "--kv")
     one_line(moorage_memory("set", "--kv", "1K"), "smallest context")
     one_line(moorage_memory("set", "--experts", "1G"), "expert")
+
+
+def test_memory_moves_while_requests_run_and_wait_and_none_is_refused(server):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(i: int) -> tuple[int, str]:
+        body = {"prompt": [10 + i, 20, 30 + i], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        reply = server.http.post("/v1/completions", json=body)
+        return reply.status_code, reply.json()["choices"][0]["text"] if reply.status_code == 200 else reply.text
+
+    def rebuild(**wanted: int) -> int:
+        return server.http.post("/v1/cache/rebuild", json=wanted).status_code
+
+    stores = server.http.get("/v1/memory/status").json()["stores"]
+    whole, places = stores["kv_bytes"]["bytes"], stores["max_running"]["units"]
+    alone = [ask(i) for i in range(5)]
+    assert all(status == 200 for status, _ in alone)
+    assert rebuild(max_running=1) == 200
+    with ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(ask, i) for i in range(5)]
+        end = time.monotonic() + 60
+        while not ((seen := server.http.get("/v1/status").json())["running"] and seen["queued"]):
+            assert time.monotonic() < end, seen
+        moves = [rebuild(kv_bytes=size, max_running=running) for size in (whole // 2, whole) for running in (2, 1)]
+        assert moves == [200] * 4
+        assert [each.result() for each in answers] == alone
+    assert rebuild(kv_bytes=whole, max_running=places) == 200
 
 
 def test_models_that_cannot_be_loaded_end_the_server_with_one_line(checkpoint, tmp_path):
