@@ -18,7 +18,7 @@ from engine.nn.batch import Batch, Cache, Flat
 from engine.nn.decoder import Decoder
 from engine.nn.experts import InPlace, expert_banks
 from tests.support.oracle import tokens
-from tests.support.steps import Driver
+from tests.support.steps import Driver, across_a_recording
 from tests.support.tiny import KINDS, make_tiny
 
 pytestmark = pytest.mark.skipif(not hasattr(_native.Ops, "chain"), reason="the module was built from other sources")
@@ -136,13 +136,8 @@ def test_another_cache_and_a_recording_are_noticed(tmp_path) -> None:
     truth = Driver(Decoder(loaded.spec, loaded.weights, ops), torch.bfloat16).chunks(0, tokens(9), [3])
     for _ in range(2):
         driver = Driver(chained, torch.bfloat16)  # each has a cache of its own
-        got = [driver.step({0: tokens(9)[:3]})[0]]
-        recording.start()
-        got.append(driver.step({0: tokens(9)[3:6]})[0])
-        assert recording.progress()["tokens"] == 3
-        recording.stop()
-        got.append(driver.step({0: tokens(9)[6:]})[0])
-        assert torch.equal(torch.cat(got), truth)
+        got = across_a_recording(driver, recording, tokens(9))
+        assert torch.equal(got, truth)
     assert chained.arrays == 4
 
 

@@ -20,7 +20,7 @@ from engine.nn.decoder import Decoder
 from engine.nn.experts import InPlace, expert_banks
 from tests.native.helpers import segments
 from tests.support.oracle import tokens
-from tests.support.steps import Driver
+from tests.support.steps import Driver, across_a_recording
 from tests.support.tiny import KINDS, make_tiny
 from tests.support.tiny_gguf import write_gguf
 
@@ -287,10 +287,5 @@ def test_a_recording_is_asked_from_its_first_step_to_its_last(tmp_path) -> None:
     driver = Driver(Decoder(loaded.spec, loaded.weights, ops, recording), torch.bfloat16)
     with torch.inference_mode():
         truth = Driver(Decoder(loaded.spec, loaded.weights, OneByOne(1)), torch.bfloat16).chunks(0, tokens(9), [3])
-        got = [driver.step({0: tokens(9)[:3]})[0]]
-        recording.start()
-        got.append(driver.step({0: tokens(9)[3:6]})[0])
-        assert recording.progress()["tokens"] == 3
-        recording.stop()
-        got.append(driver.step({0: tokens(9)[6:]})[0])
-    assert torch.equal(torch.cat(got), truth)
+        got = across_a_recording(driver, recording, tokens(9))
+    assert torch.equal(got, truth)

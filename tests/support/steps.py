@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.experts.recording import Recording
 from engine.kernels.ops import Segments
 from engine.nn.batch import PAGE, Batch, allocate_cache
 from engine.nn.decoder import Decoder
@@ -52,3 +53,14 @@ class Driver:
             out.append(self.step({sequence: tokens[at : at + size]})[sequence])
             at += size
         return torch.cat(out)
+
+
+def across_a_recording(driver: Driver, recording: Recording, ids: list[int]) -> torch.Tensor:
+    """Logits of nine tokens in three steps; what the router chooses in the second is recorded."""
+    got = [driver.step({0: ids[:3]})[0]]
+    recording.start()
+    got.append(driver.step({0: ids[3:6]})[0])
+    assert recording.progress()["tokens"] == 3
+    recording.stop()
+    got.append(driver.step({0: ids[6:]})[0])
+    return torch.cat(got)

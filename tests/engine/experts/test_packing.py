@@ -73,13 +73,14 @@ def test_answers_are_those_of_the_engine_that_holds_everything(packed, policy: s
 def test_a_pack_that_is_computed_on_where_it_lies_needs_no_torch(packed) -> None:
     model, pack, kernels = packed
     if kernels == "reference":
-        return
+        pytest.skip("reference kernels are torch's")
     code = "import sys; from engine.build import build; from engine.config import EngineConfig; "
     code += (
         "build(EngineConfig(model=sys.argv[1], experts_pack=sys.argv[2], kernels='cpu', kv_bytes=64 << 20), lambda *_: None); "
     )
     code += "sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code, str(model), str(pack)], check=True, cwd=Path(__file__).parents[3])
+    built = subprocess.run([sys.executable, "-c", code, str(model), str(pack)], cwd=Path(__file__).parents[3])
+    assert built.returncode == 0
 
 
 def test_a_second_pack_finds_nothing_to_do(packed) -> None:
