@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from engine.numa import interleave_thread
+from engine.numa import even_out, interleave_thread, our_nodes
 from engine.protocol import log_line
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class MappedFile:
         for at in range(begin, end, STEP):
             if not _madvise(self.address + at, min(STEP, end - at), POPULATE_READ):
                 return  # an older kernel, or a disk that fails: whoever needs the page will meet the error
+            even_out(self.address + at, min(STEP, end - at))
             for low, high in self._gone.get(at // STEP, ()):  # whoever copies was here first
                 _madvise(self.address + low, high - low, mmap.MADV_DONTNEED)
 
@@ -151,6 +152,7 @@ def map_file(path: Path) -> MappedFile:
 
 def begin(paths: list[Path], room: int) -> None:
     """Start reading files of which a start will map all, if they fit in `room` bytes of memory. Errors are left to `map_file`."""
+    our_nodes()  # what it has to say is said once, before several threads ask
     for path in paths:
         try:
             file = MappedFile(path.resolve())

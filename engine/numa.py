@@ -7,11 +7,13 @@ price of reads that cross between them. On one node no call is made. Linux's cal
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import mmap
 import os
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -21,9 +23,15 @@ from engine.protocol import log_line
 log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys/devices/system/node")
+STATUS = Path("/proc/self/status")
 MBIND = {"x86_64": 237, "aarch64": 235}  # Linux's numbers of the calls
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
 INTERLEAVE = 3  # MPOL_INTERLEAVE
+MOVE = 2  # MPOL_MF_MOVE: what no other process has mapped
+RUN = 2 << 20  # bytes of a file that move together: a folio is moved as a whole, and this is the largest
+EVEN = 1.3  # times its share: the most of a file that may lie on one node without being moved
+LOOK = 61  # every so many pages of a file are looked at: a prime, or every page looked at were the same node's turn
 BITS = 64  # of a word of the mask of nodes
 
 Call = Callable[..., int]  # like syscall(2): a number and arguments; 0 is success
@@ -44,8 +52,23 @@ def nodes_of(cores: Iterable[int], sysfs: Path = SYSFS) -> dict[int, list[int]]:
 
 @functools.cache
 def our_nodes() -> tuple[int, ...]:
-    """The memory nodes of this process' cores."""
-    return tuple(nodes_of(physical_cores()))
+    """The memory nodes of this process' cores, as far as it may have memory there; no more than one where Linux refuses."""
+    nodes = allowed_nodes(nodes_of(physical_cores()))
+    if len(nodes) > 1:
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        if not interleave(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE, nodes):
+            return nodes[:1]
+    return nodes
+
+
+def allowed_nodes(nodes: Iterable[int], status: Path = STATUS) -> tuple[int, ...]:
+    """Those of `nodes` that have memory which this process may take (a cpuset's `mems`); all where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in status.read_text().splitlines():
+            name, _, listed = line.partition(":")
+            if name == "Mems_allowed_list":
+                return tuple(sorted(set(nodes) & set(parse_list(listed))))
+    return tuple(nodes)
 
 
 def spread(cores: Sequence[int], count: int, sysfs: Path = SYSFS) -> list[int]:
@@ -69,6 +92,33 @@ def interleave_thread(nodes: Sequence[int] | None = None, call: Call | None = No
     return _told(SET_MEMPOLICY, nodes, call, lambda mask, bits: (INTERLEAVE, mask, bits))
 
 
+def even_out(address: int, size: int, nodes: Sequence[int] | None = None, call: Call | None = None) -> int:
+    """Have the pages of a mapped file at `address`, a page's, lie in turn also if somebody read or wrote them before on one node:
+    runs of it are moved. Returns how many bytes were told where to lie; what another process has mapped, too, stays.
+    """
+    nodes, number = our_nodes() if nodes is None else nodes, MOVE_PAGES.get(os.uname().machine)
+    if len(nodes) < 2 or number is None:
+        return 0
+    end = address + size
+    found = _pages(number, range(address, end, LOOK * mmap.PAGESIZE), None, call)
+    if not found or max(map(found.count, nodes)) * len(nodes) <= EVEN * len(found):
+        return 0
+    pages, targets = array("Q"), array("i")
+    for turn, run in enumerate(range(address, end, RUN)):
+        pages.extend(range(run, min(run + RUN, end), mmap.PAGESIZE))
+        targets.extend([nodes[turn % len(nodes)]] * (len(pages) - len(targets)))
+    return len(pages) * mmap.PAGESIZE if _pages(number, pages, targets, call) else 0
+
+
+def _pages(number: int, pages: Iterable[int], targets: array[int] | None, call: Call | None) -> list[int]:
+    """move_pages(2): where each of our pages lies then, below zero where it does not; nothing where Linux refuses."""
+    pages = array("Q", pages)
+    status = array("i", bytes(4 * len(pages)))
+    where = (targets.buffer_info()[0] if targets else 0, status.buffer_info()[0])
+    done = (call or _syscall)(number, 0, len(pages), pages.buffer_info()[0], *where, MOVE)
+    return status.tolist() if done >= 0 else []
+
+
 def _told(numbers: dict[str, int], nodes: Sequence[int] | None, call: Call | None, arguments: Callable) -> bool:
     nodes, number = our_nodes() if nodes is None else nodes, numbers.get(os.uname().machine)
     if len(nodes) < 2 or number is None:
@@ -77,9 +127,16 @@ def _told(numbers: dict[str, int], nodes: Sequence[int] | None, call: Call | Non
     mask = (ctypes.c_uint64 * words)(*(sum(1 << node % BITS for node in nodes if node // BITS == w) for w in range(words)))
     # the kernel reads one bit less than it is told
     done = (call or _syscall)(number, *arguments(mask, words * BITS + 1)) == 0
-    if not done and call is None:
-        log.debug(log_line("memory not interleaved", nodes=describe(nodes), why=os.strerror(ctypes.get_errno())))
+    if not done:
+        _warn(describe(nodes), os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "refused")
     return done
+
+
+@functools.cache
+def _warn(nodes: str, why: str) -> None:
+    """Once each."""
+    what = "in a container the capability SYS_NICE allows it (docker: --cap-add SYS_NICE)"
+    log.warning(log_line("memory not interleaved", nodes=nodes, why=why, hint=what))
 
 
 def describe(nodes: Sequence[int] | None = None) -> str:

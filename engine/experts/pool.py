@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -113,7 +114,7 @@ class Room:
 
     def _of(self, weight: Weight) -> Weight:
         shape, dtype = data_of(weight).shape[1:], data_of(weight).dtype
-        size = self.most * shape.numel() * dtype.itemsize
+        size = self.most * math.prod(shape) * dtype.itemsize
         data = torch.frombuffer(lazy(size), dtype=torch.uint8)[:size]
         prefer_huge_pages(data.data_ptr(), size)
         interleave(data.data_ptr(), size)

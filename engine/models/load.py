@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[float, str], None]  # fraction 0..1, stage
 ROUTED = (".moe.gate_up", ".moe.down")  # ends of the canonical names of routed experts
 WORKSPACE = 256 << 20  # bytes kept free beside the weights: interpreter, torch, activations of one step
+OWN_PAGES = 1 << 20  # bytes from which on memory comes from the system: what was used before lies where it lay
 MAPPED_BYTES = 32 << 20  # of the file, read and resident beside their copy, before they are let go of
 
 
@@ -219,9 +220,9 @@ def _assemble(
 
 
 def _fresh(library: Library, shape: tuple[int, ...], dtype: torch.dtype, whole_pages: bool) -> torch.Tensor:
-    if not whole_pages:
-        return library.empty(shape, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
+    if not whole_pages and size < OWN_PAGES:
+        return library.empty(shape, dtype=dtype)
     return library.frombuffer(lazy(size), dtype=library.uint8)[:size].view(dtype).view(shape)
 
 
