@@ -26,9 +26,8 @@ constexpr int FEW = NREG == 1 ? 16 : NREG == 2 ? 4 : 2; // rows of x that are mu
 inline int64_t piece_of(int64_t ld, int64_t k) { return ld - k < PIECE ? ld - k : PIECE; } // columns of the piece that begins with k
 inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
 
-// A panel holds activation rows, each padded with zeros to whole groups; more than FEW of them PIECE columns at a time, those of all rows
-// side by side: rows a multiple of 4 KB apart would meet in the same sets of L1, and the hardware's streams end with a piece (Zen 3 reached
-// 60 % of its FMA peak so, 79 % with pieces side by side). Or steps of whole numbers (kernels/steps.h).
+// A panel holds activation rows, each padded with zeros to whole groups. More than FEW of them lie PIECE columns at a time, and there as the
+// tiles of ABREAST rows that `dots` multiplies (kernels/panel.h). Or it holds steps of whole numbers (kernels/steps.h).
 inline size_t panel_bytes(int64_t rows, int64_t cols) {
     size_t row = padded(cols) * sizeof(float);
 #if defined(MOORAGE_INTEGERS)
@@ -55,16 +54,18 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
 #endif
         for (int64_t k = 0, some; k < ld; k += some) {
             some = rows > FEW ? piece_of(ld, k) : ld;
-            float* to = (float*)panel + k * rows + i * some;
+            float row[PIECE], *to = rows > FEW ? row : (float*)panel + i * ld;
 #if defined(MOORAGE_F8)
-            if (format == Format::F8_E4M3) {
+            if (format == Format::F8_E4M3)
                 pack_f8(to, from + k, some, up, more);
-                continue;
-            }
+            else
 #endif
-            const int64_t there = cols - k < some ? cols - k : some;
-            memcpy(to, from + k, there * sizeof(float));
-            memset(to + there, 0, (some - there) * sizeof(float));
+            {
+                const int64_t there = cols - k < some ? cols - k : some;
+                memcpy(to, from + k, there * sizeof(float));
+                memset(to + there, 0, (some - there) * sizeof(float));
+            }
+            if (rows > FEW) lay_row((float*)panel + k * rows, rows, i, some, row);
         }
     }
 }
@@ -140,21 +141,21 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
     }
 }
 
-// Columns [k0, k1) of a row as float32; k0 is a multiple of 256, k1 one of 32.
-template <class Reader>
-__attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, int64_t k1, float* to) {
+// Columns [k0, k1) of a row as float32, sixteen at a time to put(which, sixteen); k0 is a multiple of 256, k1 one of 32.
+template <class Reader, class Put>
+__attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, int64_t k1, const Put put) {
     constexpr int UNROLL = Reader::UNROLL;
     Reader w(m.format, m.data + row * m.stride, m.cols);
-    for (int64_t eight = k0 / GROUP; eight < k1 / GROUP; eight += 8) {
+    for (int64_t eight = k0 / GROUP, at = 0; eight < k1 / GROUP; eight += 8) {
         w.begin(eight);
         in_order();
         const auto some = [&]<bool ODD>() __attribute__((always_inline)) {
             for (int64_t g0 = eight; g0 < k1 / GROUP && g0 < eight + 8; g0 += UNROLL)
 #pragma GCC unroll 8
-                for (int u = 0; u < UNROLL; u++, to += GROUP) {
+                for (int u = 0; u < UNROLL; u++, at += 2) {
                     F a, b;
                     read<ODD>(w, g0 + u, a, b);
-                    store(to, a), store(to + 16, b);
+                    put(at, a), put(at + 1, b);
                 }
         };
         if constexpr (HAS_ODD<Reader>)
@@ -166,10 +167,9 @@ __attribute__((noinline)) void unpack(const Matrix& m, int64_t row, int64_t k0, 
     }
 }
 
-// acc[t][r] += the products of k columns of R rows of unpacked weights and T rows of x, the lanes of one register after those of the other:
-// then 4 x 3 sums are in registers where the lanes are two.
-template <int R, int T>
-__attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, int64_t k, float (*to)[HELD][LANES]) {
+// to[t][r] += the products of k columns of a tile of R rows of weights and one of T rows of x, register after register of their lanes: then
+// 4 x 3 sums are in registers where the lanes are two.
+template <int R, int T> __attribute__((noinline)) void dots(const float* w, const float* x, int64_t k, float (*to)[HELD][LANES]) {
     for (int lane = 0; lane < LANES; lane += RLANES) {
         VF acc[T][R];
         const auto each = [&](const auto& f) __attribute__((always_inline)) {
@@ -179,22 +179,23 @@ __attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, 
                 for (int r = 0; r < R; r++) f(acc[t][r], &to[t][r][lane]);
         };
         each([&](VF& sum, float* at) { memcpy(&sum, at, REG); });
-        int64_t i = lane; // k is not 0: a test before the first turn would keep a copy of all sums for a loop without turns
+        const float* end = x + k / NREG * T; // k is not 0: a test before the first turn would keep a copy of all sums for a loop without turns
         do {
             VF a[T];
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++) memcpy(&a[t], x + t * ld + i, REG);
+            for (int t = 0; t < T; t++) memcpy(&a[t], x + t * RLANES, REG);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 VF row;
-                memcpy(&row, w + r * PIECE + i, REG);
-#if defined(__AVX512F__)
+                memcpy(&row, w + r * RLANES, REG);
+#if defined(__AVX2__)
                 __asm__("" : "+v"(row)); // loaded once, not by every product: loads are as scarce as products
 #endif
 #pragma GCC unroll 4
                 for (int t = 0; t < T; t++) acc[t][r] = fma_reg(row, a[t], acc[t][r]);
             }
-        } while ((i += LANES) < k);
+            x += T * RLANES, w += R * RLANES;
+        } while (x < end);
         each([&](VF& sum, float* at) { memcpy(at, &sum, REG); });
     }
 }
@@ -203,23 +204,24 @@ __attribute__((noinline)) void dots(const float* w, const float* x, int64_t ld, 
 // of x while they are in L1.
 template <class Reader>
 __attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, const float* x, int64_t rows, int64_t at, int64_t n, const uint8_t* next, Scratch& s) {
-    constexpr int R = NREG == 1 ? HELD : NREG == 2 ? 4 : 2, T = 3;
+    constexpr int R = NREG == 1 ? HELD : NREG == 2 ? 4 : 2;
     const int64_t ld = padded(m.cols);
     for (int r = 0; r < nr; r += HELD) {
         const uint8_t* ahead = r + HELD < nr ? m.data + (r0 + r + HELD) * m.stride : next ? next : m.data;
-        const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + T - 1) / T)) + 1;
+        const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + ABREAST - 1) / ABREAST)) + 1;
         memset(s.acc, 0, n * sizeof s.acc[0]);
         for (int64_t k = 0; k < ld; k += PIECE) {
             const int64_t some = piece_of(ld, k);
-            for (int i = 0; i < HELD; i++) unpack<Reader>(m, r0 + (r + i < nr ? r + i : nr - 1), k, k + some, s.w + i * PIECE);
-            for (int64_t t = 0; t < n; t += T) {
+            for (int i = 0; i < HELD; i++)
+                unpack<Reader>(m, r0 + (r + i < nr ? r + i : nr - 1), k, k + some, TileRow<R>(s.w + i / R * R * PIECE, some, i % R));
+            for (int64_t t = 0; t < n; t += ABREAST) {
                 const uint8_t* to = ahead + bytes;
                 prefetch(ahead, to);
                 const float* a = x + k * rows + (at + t) * some;
                 for (int i = 0; i < HELD; i += R) {
                     const float* w = s.w + i * PIECE;
                     const auto to = (float(*)[HELD][LANES])s.acc[t][i];
-                    n - t >= 3 ? dots<R, 3>(w, a, some, some, to) : n - t == 2 ? dots<R, 2>(w, a, some, some, to) : dots<R, 1>(w, a, some, some, to);
+                    n - t >= 3 ? dots<R, 3>(w, a, some, to) : n - t == 2 ? dots<R, 2>(w, a, some, to) : dots<R, 1>(w, a, some, to);
                 }
             }
         }
@@ -232,10 +234,11 @@ __attribute__((noinline)) void blocked(const Matrix& m, int64_t r0, int nr, cons
 inline void read_row(Format format, const uint8_t* row, int64_t first, int64_t n, float* out) {
     const Matrix m{format, row, 1, first + n, 0};
     with_reader(format, [&]<class Reader>() {
-        if (n % GROUP == 0) return unpack<Reader>(m, 0, first, first + n, out);
+        const auto put = [out](int64_t sixteen, F f) { store(out + 16 * sixteen, f); };
+        if (n % GROUP == 0) return unpack<Reader>(m, 0, first, first + n, put);
         const int64_t whole = n / GROUP * GROUP;
         float last[GROUP];
-        unpack<Reader>(m, 0, first, first + whole, out);
+        unpack<Reader>(m, 0, first, first + whole, put);
         Reader w(format, row, first + n); // plain floats: they need no `begin`
         F a, b;
         w.group((first + whole) / GROUP, a, b);

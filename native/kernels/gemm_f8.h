@@ -111,22 +111,24 @@ template <int T> __attribute__((noinline)) void few_f8(const Matrix& m, int64_t 
     }
 }
 
-// acc[t][r] = fma(d[r], the products of a block of R rows of weights and T rows of x, acc[t][r]), eight lanes after the others.
-template <int R, int T> __attribute__((noinline)) void dots_f8(const float* w, int64_t w_ld, const float* d, const float* x, int64_t ld, float (*to)[8][LANES]) {
-    for (int lane = 0; lane < LANES; lane += RLANES) {
+// acc[t][r] = fma(d[r], the products of a block of R rows of weights and T rows of x, acc[t][r]), eight lanes after the others; w and x are where
+// the block begins in tiles of `cols` columns.
+template <int R, int T> __attribute__((noinline)) void dots_f8(const float* w, const float* d, const float* x, int64_t cols, float (*to)[8][LANES]) {
+    for (int lane = 0; lane < LANES; lane += RLANES, w += cols / NREG * R, x += cols / NREG * T) {
         VF sums[T][R];
 #pragma GCC unroll 4
         for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) sums[t][r] = VF{};
-        for (int i = lane; i < F8_BLOCK; i += LANES) {
+        for (int i = 0; i < F8_BLOCK / LANES; i++) {
             VF a[T];
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++) memcpy(&a[t], x + t * ld + i, REG);
+            for (int t = 0; t < T; t++) memcpy(&a[t], x + (i * T + t) * RLANES, REG);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 VF row;
-                memcpy(&row, w + r * w_ld + i, REG);
+                memcpy(&row, w + (i * R + r) * RLANES, REG);
+                __asm__("" : "+v"(row)); // as in `dots`
 #pragma GCC unroll 4
                 for (int t = 0; t < T; t++) sums[t][r] = fma_reg(row, a[t], sums[t][r]);
             }
@@ -149,35 +151,38 @@ template <int R, int T> __attribute__((noinline)) void dots_f8(const float* w, i
 template <int HELD, int64_t PIECE, class Scratch>
 __attribute__((noinline)) void many_f8(const Matrix& m, int64_t r0, int nr, const float* x, const float* down, int64_t rows, int64_t at, int64_t n,
                                        const uint8_t* next, Scratch& s) {
+    constexpr int R = 4;
     const int64_t ld = m.cols;
     for (int r = 0; r < nr; r += HELD) {
         const uint8_t* ahead = r + HELD < nr ? m.data + (r0 + r + HELD) * m.stride : next ? next : m.data;
-        const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + 2) / 3)) + 1;
+        const int64_t bytes = HELD * m.stride / ((ld + PIECE - 1) / PIECE * ((n + ABREAST - 1) / ABREAST)) + 1;
         memset(s.acc, 0, n * sizeof s.acc[0]);
         for (int64_t k = 0; k < ld; k += PIECE) {
             const int64_t some = ld - k < PIECE ? ld - k : PIECE;
             float d[PIECE / F8_BLOCK][HELD];
             for (int i = 0; i < HELD; i++) {
                 const uint8_t* p = m.data + (r0 + (r + i < nr ? r + i : nr - 1)) * m.stride + k / F8_BLOCK * F8_BYTES;
+                const TileRow<R> to(s.w + i / R * R * PIECE, some, i % R);
                 for (int64_t b = 0; b < some / F8_BLOCK; b++, p += F8_BYTES) {
                     for (int g = 0; g < 4; g++) {
                         __m256 w[4];
                         widen_f8(p + 4 + GROUP * g, w);
-                        for (int q = 0; q < 4; q++) _mm256_store_ps(s.w + i * PIECE + b * F8_BLOCK + g * GROUP + 8 * q, w[q]);
+                        for (int q = 0; q < 4; q += 2) to((b * F8_BLOCK + g * GROUP + 8 * q) / LANES, {{(VF)w[q], (VF)w[q + 1]}});
                     }
                     d[b][i] = nan_f8<1>(&p) ? __builtin_nanf("") : f32(p);
                 }
             }
-            for (int64_t t = 0; t < n; t += 3) {
+            for (int64_t t = 0; t < n; t += ABREAST) {
                 const uint8_t* to = ahead + bytes;
                 prefetch(ahead, to);
+                const int64_t T = n - t < ABREAST ? n - t : ABREAST;
                 for (int64_t b = 0; b < some / F8_BLOCK; b++) {
-                    const float* a = x + k * rows + (at + t) * some + b * F8_BLOCK;
-                    for (int i = 0; i < HELD; i += 4) {
-                        const float *w = s.w + i * PIECE + b * F8_BLOCK, *scales = d[b] + i;
+                    const float* a = x + k * rows + (at + t) * some + b * F8_BLOCK / NREG * T;
+                    for (int i = 0; i < HELD; i += R) {
+                        const float *w = s.w + i * PIECE + b * F8_BLOCK / NREG * R, *scales = d[b] + i;
                         const auto sums = (float(*)[HELD][LANES])s.acc[t][i];
-                        const auto dots = n - t >= 3 ? dots_f8<4, 3> : n - t == 2 ? dots_f8<4, 2> : dots_f8<4, 1>;
-                        dots(w, PIECE, scales, a, some, sums);
+                        const auto dots = T == 3 ? dots_f8<R, 3> : T == 2 ? dots_f8<R, 2> : dots_f8<R, 1>;
+                        dots(w, scales, a, some, sums);
                     }
                 }
             }
