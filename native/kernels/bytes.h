@@ -3,6 +3,7 @@
 // 256 weights are eight vectors of 32 bytes. Dword `lane` of a vector holds four weights of the group that this lane of the sums belongs to:
 // all eight vectors belong to eight groups of 32 (one part), or four each to eight groups of 16 (two parts). A format says where the four
 // weights of a dword begin (`first`; any order will do, x is packed in the same one), gives a part's vectors and its scales lane by lane.
+// What is read of a part is ROWS registers (`row`), which a transposition turns into the RAW ones that numbers are taken from (`raw`: both).
 // OFFSET is what makes numbers unsigned; PLUS: p is added to number times d (-1: taken from it).
 #pragma once
 #include "groups.h"
@@ -36,6 +37,10 @@ inline void transpose(__m256i* r) { // in place, all four dwords
     const __m256i r0 = r[0], r1 = r[1], r2 = r[2], r3 = r[3];
     transpose_half(r0, r1, r2, r3, 0, r), transpose_half(r0, r1, r2, r3, 1, r + 2);
 }
+template <class C> inline void four_rows(const uint8_t* b, int part, __m256i* t) { // what a format reads of a part, before and after its transposition
+    for (int i = 0; i < 4; i++) t[i] = C::row(b, part, i);
+    transpose(t);
+}
 inline __m256i dwords(__m256i a, __m256i b, int odd) { // the even or odd ones of both
     const __m256 x = _mm256_castsi256_ps(a), y = _mm256_castsi256_ps(b);
     return _mm256_castps_si256(odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88));
@@ -61,20 +66,19 @@ inline __m128i all(const uint8_t* p) { return _mm_castps_si128(_mm_broadcast_ss(
 
 // Eight blocks of 32, a lane each: low nibbles are the first half, high ones the last.
 template <int BLOCK_BYTES, int AT> struct SmallBlocks {
-    static constexpr int BYTES = 8 * BLOCK_BYTES;
+    static constexpr int BYTES = 8 * BLOCK_BYTES, ROWS = 4, RAW = 4;
     static constexpr int first(int v, int lane) { return 32 * lane + 4 * (v / 2) + 16 * (v % 2); }
-    static void sixteens(const uint8_t* b, int at, __m256i* t) {
-        for (int i = 0; i < 4; i++) t[i] = two(b + i * BLOCK_BYTES + at, b + (i + 4) * BLOCK_BYTES + at);
-        transpose(t);
-    }
-    static constexpr int RAW = 4;
-    static void raw(const uint8_t* b, int, __m256i* t) { sixteens(b, AT, t); }
+    static __m256i row(const uint8_t* b, int, int i) { return two(b + i * BLOCK_BYTES + AT, b + (i + 4) * BLOCK_BYTES + AT); }
+    static void raw(const uint8_t* b, int part, __m256i* t) { four_rows<SmallBlocks>(b, part, t); }
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return nibbles_of(t[v / 2], v % 2); }
     // Words that lie a block apart, each in all of a register: two meet in a dword, and four dwords in a register, by blends.
     static __m128i four(__m128i a, __m128i b, __m128i c, __m128i d) { return _mm_blend_epi32(_mm_blend_epi32(a, b, 2), _mm_blend_epi32(c, d, 8), 12); }
-    static __m256 eight(const uint8_t* b) { // one half in front of every block
-        const auto words = [&](int i) { return _mm_blend_epi16(all(b + i * BLOCK_BYTES), all(b + (i + 1) * BLOCK_BYTES - 2), 0xaa); };
-        return _mm256_cvtph_ps(four(words(0), words(2), words(4), words(6)));
+    static __m256 eight(const uint8_t* b) { // one half in front of every block: word i of the sixteen bytes that begin at i (BLOCK_BYTES - 2)
+        const auto at = [&](int i) { return _mm_loadu_si128((const __m128i*)(b + i * (BLOCK_BYTES - 2))); };
+        __m128i d = _mm_blend_epi16(at(0), at(1), 2);
+        d = _mm_blend_epi16(d, at(2), 4), d = _mm_blend_epi16(d, at(3), 8), d = _mm_blend_epi16(d, at(4), 16);
+        d = _mm_blend_epi16(d, at(5), 32), d = _mm_blend_epi16(d, at(6), 64), d = _mm_blend_epi16(d, at(7), 128);
+        return _mm256_cvtph_ps(d);
     }
     static __m256 two_eights(const uint8_t* b, __m256& p) { // two halves
         const auto at = [&](int i) { return all(b + i * BLOCK_BYTES); };
@@ -131,8 +135,8 @@ template <> struct Integers<Format::MXFP4> : SmallBlocks<17, 1>, Whole<24, 12> {
 template <int BLOCK_BYTES, int AT> struct Iq4Blocks : SmallBlocks<BLOCK_BYTES, AT>, Whole<240, 127, 2> {
     static constexpr int RAW = 2;
     static void raw(const uint8_t* b, int part, __m256i* t) {
-        const auto blocks = [&](int i) { return two(b + i * BLOCK_BYTES + AT, b + (i + 4) * BLOCK_BYTES + AT); };
-        transpose_half(blocks(0), blocks(1), blocks(2), blocks(3), part, t);
+        const auto row = [&](int i) { return SmallBlocks<BLOCK_BYTES, AT>::row(b, part, i); };
+        transpose_half(row(0), row(1), row(2), row(3), part, t);
     }
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return iq4(nibbles_of(t[v / 2], v % 2)); }
 };
@@ -153,11 +157,9 @@ template <> struct Integers<Format::IQ4_XS> : Iq4Blocks<16, 8> {
 // Two groups of 32 in 32 bytes: low nibbles are one, high ones the other. Lanes: groups 0 2 4 6 1 3 5 7.
 template <int MOST> struct KGroups : Whole<MOST, 0, 1, -1> {
     static constexpr int first(int v, int lane) { return 64 * (lane % 4) + 32 * (lane / 4) + 4 * (v / 2) + 16 * ((v % 2) ^ (lane / 4)); }
-    static constexpr int RAW = 4, BYTES = MOST > 15 ? 176 : 144;
-    static void raw(const uint8_t* b, int, __m256i* t) {
-        for (int i = 0; i < 4; i++) t[i] = thirty_two_bytes(b + BYTES - 128 + 32 * i);
-        transpose(t);
-    }
+    static constexpr int ROWS = 4, RAW = 4, BYTES = MOST > 15 ? 176 : 144;
+    static __m256i row(const uint8_t* b, int, int i) { return thirty_two_bytes(b + BYTES - 128 + 32 * i); }
+    static void raw(const uint8_t* b, int part, __m256i* t) { four_rows<KGroups>(b, part, t); }
     static __m256i number(const uint8_t*, const __m256i* t, int v) { // low nibbles of the lower lanes, high ones of the others
         const __m256i bytes = v % 2 ? _mm256_permute4x64_epi64(t[v / 2], 0x4e) : t[v / 2];
         return low_nibbles(_mm256_srlv_epi32(bytes, _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0)));
@@ -189,9 +191,10 @@ template <int BLOCK_BYTES, int AT> struct NvBlocks : Whole<24, 12, 2> {
         return 128 * (v / 4) + 64 * (lane % 4 / 2) + 32 * (lane / 4) + 16 * (lane % 2) + 4 * (v % 4 / 2) + 8 * (v % 2);
     }
     static const uint8_t* block(const uint8_t* b, int i) { return b + i / 2 * BLOCK_BYTES + AT + i % 2 * 36; } // its four scales
-    static constexpr int RAW = 2;
+    static constexpr int RAW = 2, ROWS = 2;
+    static __m256i row(const uint8_t* b, int part, int i) { return thirty_two_bytes(block(b, 2 * part + i) + 4); }
     static void raw(const uint8_t* b, int part, __m256i* t) {
-        const __m256i one = thirty_two_bytes(block(b, 2 * part) + 4), other = thirty_two_bytes(block(b, 2 * part + 1) + 4);
+        const __m256i one = row(b, part, 0), other = row(b, part, 1);
         t[0] = dwords(one, other, 0), t[1] = dwords(one, other, 1);
     }
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return e2m1(nibbles_of(t[v / 2], v % 2)); }
@@ -215,7 +218,7 @@ template <> struct Integers<Format::NVFP4_SCALED> : NvBlocks<76, 4> {
 // K-quants with groups of 16: 32 weights are two groups. Lanes: groups 0 2 4 6 1 3 5 7 of eight.
 struct Sixteens {
     static constexpr int first(int v, int lane) { return 128 * (v / 4) + 32 * (lane % 4) + 16 * (lane / 4) + 4 * (v % 4); }
-    static constexpr int RAW = 4;
+    static constexpr int ROWS = 4, RAW = 4;
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return t[v]; }
     static __m128i in_order(__m128i bytes) { // sixteen bytes, one of a group: in the lanes' order of both parts
         return _mm_shuffle_epi8(bytes, _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0));
@@ -223,23 +226,16 @@ struct Sixteens {
     static __m256 times(__m128i bytes, int part, float d) {
         return _mm256_mul_ps(_mm256_set1_ps(d), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part ? _mm_srli_si128(bytes, 8) : bytes)));
     }
-    // The four pairs of bits of every byte.
-    static void pairs(const uint8_t* qs, __m256i* v) {
-        const __m256i raw = thirty_two_bytes(qs);
-        for (int q = 0; q < 4; q++) v[q] = _mm256_and_si256(_mm256_srli_epi16(raw, 2 * q), _mm256_set1_epi8(3));
-    }
+    static __m256i pair(const uint8_t* qs, int i) { return _mm256_and_si256(_mm256_srli_epi16(thirty_two_bytes(qs), 2 * i), _mm256_set1_epi8(3)); } // of bits
 };
 template <> struct Integers<Format::Q6_K> : Sixteens, Whole<63, 32, 2> {
     static constexpr int BYTES = 210;
-    static void raw(const uint8_t* b, int part, __m256i* v) {
-        const __m256i high = thirty_two_bytes(b + 128 + 32 * part), mask = _mm256_set1_epi8(48);
-        for (int q = 0; q < 2; q++) {
-            const __m256i bytes = thirty_two_bytes(b + 64 * part + 32 * q);
-            v[q] = _mm256_or_si256(low_nibbles(bytes), _mm256_and_si256(_mm256_slli_epi16(high, 4 - 2 * q), mask));
-            v[2 + q] = _mm256_or_si256(high_nibbles(bytes), _mm256_and_si256(_mm256_srli_epi16(high, 2 * q), mask));
-        }
-        transpose(v);
+    static __m256i row(const uint8_t* b, int part, int i) {
+        const __m256i high = thirty_two_bytes(b + 128 + 32 * part), bytes = thirty_two_bytes(b + 64 * part + i % 2 * 32);
+        const __m256i pairs = i < 2 ? _mm256_slli_epi16(high, 4 - 2 * i) : _mm256_srli_epi16(high, 2 * i - 4);
+        return _mm256_or_si256(nibbles_of(bytes, i / 2), _mm256_and_si256(pairs, _mm256_set1_epi8(48)));
     }
+    static void raw(const uint8_t* b, int part, __m256i* v) { four_rows<Integers>(b, part, v); }
     template <class S> static void scales(const uint8_t* b, S& s) {
         const __m128i bytes = in_order(_mm_loadu_si128((const __m128i*)(b + 192)));
         for (int part = 0; part < 2; part++) s.d[part] = times(bytes, part, half(b + 208));
@@ -247,7 +243,8 @@ template <> struct Integers<Format::Q6_K> : Sixteens, Whole<63, 32, 2> {
 };
 template <> struct Integers<Format::Q2_K> : Sixteens, Whole<3, 0, 2, -1> {
     static constexpr int BYTES = 84;
-    static void raw(const uint8_t* b, int part, __m256i* v) { pairs(b + 16 + 32 * part, v), transpose(v); }
+    static __m256i row(const uint8_t* b, int part, int i) { return pair(b + 16 + 32 * part, i); }
+    static void raw(const uint8_t* b, int part, __m256i* v) { four_rows<Integers>(b, part, v); }
     template <class S> static void scales(const uint8_t* b, S& s) {
         const __m128i bytes = in_order(_mm_loadu_si128((const __m128i*)b)), mask = _mm_set1_epi8(15);
         const __m128i d = _mm_and_si128(bytes, mask), p = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
@@ -256,13 +253,11 @@ template <> struct Integers<Format::Q2_K> : Sixteens, Whole<3, 0, 2, -1> {
 };
 template <> struct Integers<Format::Q3_K> : Sixteens, Whole<7, 4, 2> {
     static constexpr int BYTES = 110;
-    static void raw(const uint8_t* b, int part, __m256i* v) {
-        const __m256i high = thirty_two_bytes(b), four = _mm256_set1_epi8(4);
-        pairs(b + 32 + 32 * part, v);
-        for (int q = 0; q < 4; q++) // bit 4 part + q
-            v[q] = _mm256_or_si256(v[q], _mm256_and_si256(part ? _mm256_srli_epi16(high, 2 + q) : q < 2 ? _mm256_slli_epi16(high, 2 - q) : _mm256_srli_epi16(high, q - 2), four));
-        transpose(v);
+    static __m256i row(const uint8_t* b, int part, int i) { // bit 4 part + i
+        const __m256i all = thirty_two_bytes(b), high = part ? _mm256_srli_epi16(all, 2 + i) : i < 2 ? _mm256_slli_epi16(all, 2 - i) : _mm256_srli_epi16(all, i - 2);
+        return _mm256_or_si256(pair(b + 32 + 32 * part, i), _mm256_and_si256(high, _mm256_set1_epi8(4)));
     }
+    static void raw(const uint8_t* b, int part, __m256i* v) { four_rows<Integers>(b, part, v); }
     template <class S> static void scales(const uint8_t* b, S& s) { // as scale_q3_k reads them
         const __m128i raw = _mm_loadu_si128((const __m128i*)(b + 94)); // its last twelve bytes
         const __m128i eight = _mm_shuffle_epi8(raw, _mm_set_epi8(9, 8, 7, 6, 5, 4, 3, 2, 9, 8, 7, 6, 5, 4, 3, 2));

@@ -92,7 +92,7 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
     constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : NREG == 2 && T >= 3 ? 1 : 2, UNROLL = Reader::UNROLL; // sums fit registers
     const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
     for (int r = 0; r < nr; r += R) {
-        const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = r + R < nr ? base + R * m.stride : next ? next : base;
+        const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = rows_ahead(base - r * m.stride, m.stride, r, nr, R, next);
         const auto row = [&](int i) { return Reader(m.format, base + (r + i < nr ? i : nr - 1 - r) * m.stride, m.cols); };
         Reader w[4] = {row(0), row(1), row(2), row(3)};
         F acc[16];

@@ -68,7 +68,7 @@ template <int T> __attribute__((noinline)) void few_f8(const Matrix& m, int64_t 
     constexpr int R = T <= 2 ? 2 : 1;
     const int64_t ld = m.cols;
     for (int r = 0; r < nr; r += R) {
-        const uint8_t *base = m.data + (r0 + r) * m.stride, *line = r + R < nr ? base + R * m.stride : next ? next : base;
+        const uint8_t *base = m.data + (r0 + r) * m.stride, *line = rows_ahead(base - r * m.stride, m.stride, r, nr, R, next);
         const uint8_t* p[R];
         for (int i = 0; i < R; i++) p[i] = base + (r + i < nr ? i : 0) * m.stride;
         F acc[T][R];
