@@ -274,6 +274,8 @@ def choose_kernels(name: str, threads: int) -> Ops:
             nodes = {"memory_nodes": nodes} if (nodes := describe()) else {}
             log.info(log_line("kernels", isa=ops.isa, threads=ops.threads, bound=ops.bound, **nodes))
             return ops
+        except ValueError as problem:  # said by the module
+            raise BuildError(f"--threads {threads}: {problem}; 0 takes one for each core") from problem
         except ImportError as problem:
             if name == "cpu":
                 raise BuildError(f"the native kernels are not usable ({problem}): build them with ops/build_native") from problem

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.http_cli import URL, UserError, call
+from engine.http_cli import URL, UserError, call, check_writable
 
 experts = typer.Typer(no_args_is_help=True, help="See, record and simulate how experts use fast memory.")
 
@@ -36,14 +36,11 @@ def trace(
     address = f"{url}/v1/experts/trace"
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no directory; create it first")
+    check_writable(out)  # not after minutes of recording
     call("POST", address, {"action": "start"})
     typer.echo(f"recording {tokens} tokens; use the engine now (Ctrl-C ends early)", err=True)
     try:
-        while True:
-            seen: dict[str, Any] = call("POST", address, {"action": "progress"})
-            if not seen["recording"] or seen["full"] or seen["tokens"] >= tokens:
-                break
-            time.sleep(POLL_S)
+        _watch(address, tokens)
     except KeyboardInterrupt:
         typer.echo("ended early", err=True)
     got = call("POST", address, {"action": "stop"})
@@ -51,9 +48,29 @@ def trace(
         raise UserError("the recording is gone: the engine was restarted, or another recording was ended; record again")
     if not got["tokens"]:
         raise UserError("nothing was recorded: no request was computed meanwhile")
-    out.write_bytes(base64.b64decode(got["trace"]))
+    try:
+        out.write_bytes(base64.b64decode(got["trace"]))
+    except OSError as e:
+        raise UserError(
+            f"{out} cannot be written ({e.strerror}), and the recording is gone: make room and record again"
+        ) from None
     more = "; the recorder was full before" if got["full"] else ""
     typer.echo(f"{out}: {got['tokens']} tokens, {out.stat().st_size} bytes{more}")
+
+
+def _watch(address: str, tokens: int) -> None:
+    """Until so many are recorded, or the recording ends by itself; says how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=tokens)
+        while True:
+            seen: dict[str, Any] = call("POST", address, {"action": "progress"})
+            bar.update(task, completed=min(tokens, seen["tokens"]))
+            if not seen["recording"] or seen["full"] or seen["tokens"] >= tokens:
+                return
+            time.sleep(POLL_S)
 
 
 @experts.command("sim")

@@ -44,6 +44,18 @@ def check_model_path(path: str) -> None:
         raise UserError(f"{path}: a single file must be a .gguf; for safetensors give the directory")
 
 
+def check_writable(path: Path) -> None:
+    """Raises UserError, before a long work, for a file that its result could not be written to. Leaves none behind."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror}): name a file in a directory where this user may") from None
+
+
 def call(method: str, url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """One control request to a running engine; its JSON answer. Raises UserError."""
     import urllib.error

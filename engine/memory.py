@@ -6,6 +6,7 @@ Pure arithmetic over a `ModelSpec`; measuring what is available is `engine.hostm
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 from engine.lean import torch
@@ -113,6 +114,12 @@ def plan_cache(
     pages = min(MAX_PAGES, (rest - state_budget) // page) if page else pages_of(wanted) * slots
     most = min(MAX_PAGES, max(pages, max(available, ceiling) // page)) if page else pages
     return CachePlan(pages, slots, state_budget, context, page, slot, most, max_running, wanted)
+
+
+def least_room(spec: ModelSpec, kv_dtype: torch.dtype, max_context: int = 0) -> int:
+    """Available bytes in which `plan_cache` finds room for its smallest cache, or for `max_context`."""
+    context = min(max_context or MIN_CONTEXT, spec.max_positions)
+    return math.ceil(_smallest(context, page_bytes(spec, kv_dtype), slot_bytes(spec)) / CEILING_SHARE)
 
 
 def context_of(pages: int, wanted: int) -> int:

@@ -23,7 +23,7 @@ from engine.experts.split import Rates
 from engine.experts.streams import Device as StreamDevice
 from engine.hostmem import available_bytes
 from engine.kernels.ops import Ops, Quant, Weight
-from engine.memory import CachePlan, TooLittleMemory, page_bytes, plan_cache
+from engine.memory import CachePlan, TooLittleMemory, gib, least_room, page_bytes, plan_cache
 from engine.models.load import Checkpoint, LoadedModel, held_bytes
 from engine.models.spec import ModelSpec, MoeSpec
 from engine.nn.batch import PAGE
@@ -101,7 +101,9 @@ def kind_of(name: str) -> str:
     return next((kind for prefix, kind in KINDS if local.startswith(prefix)), "norms")
 
 
-def load_of(spec: ModelSpec, kinds: dict[str, int], embed: int, cache: CachePlan | None, kv_bytes_per_token: float) -> Load:
+def load_of(
+    spec: ModelSpec, kinds: dict[str, int], embed: int, cache: CachePlan | None, kv_bytes_per_token: float, least_room: int = 0
+) -> Load:
     """`embed` bytes of the embedding table: a token reads one row of it, or all of it where it is the output head too."""
     moe = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec)]
     pool = kinds.get(POOL, 0)
@@ -116,6 +118,7 @@ def load_of(spec: ModelSpec, kinds: dict[str, int], embed: int, cache: CachePlan
         expert_bytes=pool // (len(moe) * experts) if moe else 1,
         cache_read=round(min(CONTEXT, spec.max_positions) * kv_bytes_per_token),
         unread=0 if spec.tie_embeddings else embed,
+        least_room=least_room,
     )
 
 
@@ -138,23 +141,34 @@ def make_plan(
     here = this_machine(kernel_version(ops))
     profile = usable_profile(profile_path or default_profile(), here, time.time())
     device, devices = device_of(ops), find_devices()
-    near = device.memory()[0] if device is not None and not any(each.unified for each in devices) else have
+    unified = any(each.unified for each in devices)
+    near = device.memory()[0] if device is not None and not unified else have
     cache = _cache_beside(spec, ops, near, kinds, max_context, kv_bytes)
     embed = sum(held_bytes(checkpoint, p.source, ops) for p in checkpoint.pieces if p.name == "embed")
-    load = load_of(spec, kinds, embed, cache, page_bytes(spec, ops.kv_dtype) / PAGE)
+    load = load_of(spec, kinds, embed, cache, page_bytes(spec, ops.kv_dtype) / PAGE, least_room(spec, ops.kv_dtype, max_context))
     kind = expert_kind(checkpoint)
     machine = hardware(profile, have, kind, pack)
-    if fast is not None:
+    if device is None and fast is not None:
         machine = beside(machine, fast, profile, kind, load, max(0, have - load.dense - load.cache - fast.size))
+    elif device is not None and fast is not None and not unified:
+        machine = beside_device(machine, replace(fast, device=device), profile, kind, load, have)
     elif device is not None:
         machine = on_device(machine, device, devices, profile, kind, load)
     try:
+        if fast is not None and not (device is not None and unified):
+            _has_room(fast, near - load.dense - (0 if pack or device is not None else load.pool))
         placement, refusal = place(load, machine, forced), ""
     except Impossible as problem:
         placement, refusal = None, str(problem)
     context = min(CONTEXT, spec.max_positions)
     used = device is not None
     return Plan(kinds, cache, have, load, placement, refusal, profile, machine, devices, context, others, used)
+
+
+def _has_room(fast: FastMemory, left: int) -> None:
+    """Raises Impossible where `left` bytes beside weights do not hold the slots and a cache: an engine would not start."""
+    if fast.size >= left:
+        raise Impossible(f"--fast-memory asks for {gib(fast.size)}, {gib(max(0, left))} are available: lower it")
 
 
 def _cache_beside(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.http_cli import FAST, LINK, PIN, UserError, check_model_path, parse_size
+from engine.http_cli import FAST, LINK, PIN, UserError, check_model_path, check_writable, parse_size
 
 if TYPE_CHECKING:
     from engine.experts.calibrate import Figure
@@ -25,7 +25,11 @@ THREADS = typer.Option(min=0, help="CPU threads; 0 = one for each core this proc
 def plan(
     model: Annotated[str, typer.Argument(help="A Hugging Face directory or a GGUF file.")],
     mode: Annotated[
-        str, typer.Option(help="Ask for one placement of the experts; refused with the arithmetic if impossible.")
+        str,
+        typer.Option(
+            help="Ask for one placement of the experts: resident, in_place, offload, hybrid, host or stream; refused with the "
+            "arithmetic if impossible."
+        ),
     ] = "",
     max_context: Annotated[int, typer.Option(min=0, help="Tokens one conversation may hold; 0 = the default.")] = 0,
     memory: Annotated[str, typer.Option(help="Plan for so much memory, e.g. 16G, instead of what is available now.")] = "",
@@ -53,12 +57,12 @@ def plan(
 
     check_model_path(model)
     fast = FastMemory(parse_size(fast_memory), parse_size(fast_link), parse_size(pin_memory))
-    if fast.size and not fast.link:
-        raise UserError("--fast-memory needs --fast-link, e.g. 8G a second")
     if mode and mode not in MODES:
         raise UserError(f"no placement {mode!r}; there are {', '.join(MODES)}")
     try:
         ops = choose_kernels(kernels, threads)
+        if fast.size and not fast.link and ops.device.type == "cpu":
+            raise UserError("--fast-memory needs --fast-link, e.g. 8G a second")
         found = make_plan(
             open_checkpoint(model),
             ops,
@@ -171,7 +175,10 @@ def bw(
     threads: Annotated[int, THREADS] = 0,
     profile: Annotated[Path | None, PROFILE] = None,
 ) -> None:
-    """Measure memory, copies and the real expert kernels until they are steady, and keep the figures for `plan` and `serve`."""
+    """Measure memory, copies and the real expert kernels until they are steady, and keep the figures for `plan` and `serve`.
+
+    Example: moorage bench bw --format Q4_K --file /fast/a3b.pack/experts.bin
+    """
     from engine.build import BuildError, choose_kernels
     from engine.experts import calibrate
     from engine.experts.cuda import device_of
@@ -197,6 +204,7 @@ def bw(
         except (OSError, ValueError) as e:
             raise UserError(f"{file} cannot be measured: {e}") from None
     path = profile or default_profile()
+    check_writable(path)
     typer.echo("measuring; other work on this machine makes it slower", err=True)
     read = calibrate.measure_read(host)
     _show("memory read", read)

@@ -65,6 +65,7 @@ class Load:
     expert_bytes: int
     cache_read: int = 0  # of the cache by one token at the context the plan is made for
     unread: int = 0  # of dense: the embedding table, of which a token reads one row
+    least_room: int = 0  # beside all weights, for the smallest cache
 
     @property
     def read(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, read_index
+from engine.experts.pack import BLOCK, FLOATS, Kind, PackError, Part, closed, read_index
 from engine.experts.pool import Piece, Stage, data_of
 from engine.hostmem import huge
 from engine.kernels.ops import Quant, Weight
@@ -41,10 +41,13 @@ class Pack:
         if source is not None and index.source != source:
             raise PackError(f"{directory} was packed from another checkpoint: pack this model")
         self.path = directory / "experts.bin"
-        if self.path.stat().st_size != index.size:
-            raise PackError(f"{self.path} has not the size its index says: remove {directory} and pack again")
+        try:
+            if self.path.stat().st_size != index.size:
+                raise PackError(f"{self.path} has not the size its index says: remove {directory} and pack again")
+            self.file = _open_direct(self.path)
+        except OSError as problem:
+            raise closed(self.path, problem) from None
         self.layers, self.experts = index.layers, index.experts
-        self.file = _open_direct(self.path)
         self._verified = np.zeros(self.layers * self.experts, bool)
         self._local = threading.local()
         self.offsets = [index.offset(layer) for layer in range(index.layers)]
@@ -178,6 +181,8 @@ class FilePool:
 def _open_direct(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except PermissionError:
+        raise
     except OSError as problem:
         log.warning(
             log_line("pack read through the page cache", path=path, why=problem.strerror, hint="its disk has no direct reads")

@@ -105,11 +105,18 @@ def read_index(directory: Path) -> Index:
         index = msgspec.convert(raw, Index)
     except FileNotFoundError:
         raise PackError(f"{directory} is no pack: it has no index.json; make one with `moorage engine pack`") from None
-    except (OSError, ValueError, AttributeError, msgspec.ValidationError) as problem:
+    except OSError as problem:
+        raise closed(path, problem) from None
+    except (ValueError, AttributeError, msgspec.ValidationError) as problem:
         raise PackError(f"{path} cannot be read ({problem}); remove {directory} and pack again") from None
     if not _is_sound(index):
         raise PackError(f"{path} is damaged: remove {directory} and pack again")
     return index
+
+
+def closed(path: Path, problem: OSError) -> PackError:
+    """What to tell about a file that may be sound but cannot be opened."""
+    return PackError(f"{path} cannot be opened ({problem.strerror or problem}): is it there, and may this user read it?")
 
 
 def _is_sound(index: Index) -> bool:
@@ -173,7 +180,11 @@ def _begin(directory: Path, want: Index, first: Kind) -> Index:
     have = read_index(directory)
     if replace(have, kinds=(), layout=(), checksums=()) != want or have.kinds[:1] != (first,):
         raise PackError(f"{directory} holds another model's pack, or this one changed: remove it or give another directory")
-    if (directory / "experts.bin").stat().st_size < have.size:
+    try:
+        size = (directory / "experts.bin").stat().st_size
+    except OSError as problem:
+        raise closed(directory / "experts.bin", problem) from None
+    if size < have.size:
         raise PackError(f"{directory}/experts.bin is shorter than its index says: remove {directory} and pack again")
     return have
 

@@ -135,7 +135,8 @@ def stream_slots(load: Load, hw: Hardware) -> int:
 
 def would_fit(load: Load, hardware: Hardware) -> str:
     """What would make everything fit in the memory there is; "" when it does."""
-    short = load.pool + load.dense + load.cache - (hardware.host if not hardware.fast else max(hardware.fast, hardware.host))
+    have = max(hardware.fast, hardware.host) if hardware.fast else hardware.host
+    short = load.pool + load.dense + max(load.cache, load.least_room) - have
     if short <= 0:
         return ""
     bits = f"experts stored in {(load.pool - short) / load.pool:.0%} of their present size" if short < load.pool else ""

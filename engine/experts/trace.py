@@ -75,8 +75,11 @@ def load_trace(path: str | Path) -> Trace:
         with np.load(path, allow_pickle=False) as file:
             step, layer, rows, ids, shape = (file[name] for name in FIELDS)
         layers, experts, k = (int(n) for n in shape)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
-        raise TraceError(f"{path} is no routing trace ({problem}); record one with `moorage engine experts trace`") from problem
+    except OSError as problem:
+        why = problem.strerror or problem
+        raise TraceError(f"{path} cannot be read ({why}); record one with `moorage engine experts trace`") from problem
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as problem:
+        raise TraceError(f"{path} is no routing trace; record one with `moorage engine experts trace`") from problem
     if not _is_sound(layers, experts, k, step, layer, rows, ids):
         raise TraceError(f"{path} is a damaged routing trace: its parts do not belong together; record it again")
     return Trace(layers, experts, step, layer, rows, ids)

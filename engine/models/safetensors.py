@@ -197,7 +197,9 @@ def model_spec(config: Config, directory: Path) -> ModelSpec:
 def _json(path: Path) -> dict:
     try:
         data = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); fetch the file again") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds no JSON object; fetch the file again")

@@ -84,7 +84,7 @@ def test_sim_prints_every_policy_beside_the_bound_and_draws(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["sim", "nothing.npz"], "is no routing trace"),
+        (["sim", "nothing.npz"], "nothing.npz cannot be read"),
         (["sim", "FILE", "--policy", "magic"], "no eviction policy 'magic'"),
         (["sim", "FILE", "--png", "/nowhere/x.png"], "/nowhere/x.png"),
         (["trace", "/nowhere/x.npz"], "/nowhere is no directory"),
