@@ -21,11 +21,12 @@ COPY ops ops
 RUN MOORAGE_VENV=/opt/moorage python3 ops/env.py engine
 
 FROM ${BASE}
-# gcc is Triton's: it compiles a small launcher for each kernel.
+# gcc and Python's headers are Triton's: it compiles a small launcher for each kernel.
 ARG GPU=no
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libstdc++6 \
-    && if ! command -v python3; then apt-get install -y --no-install-recommends python3; fi \
+    && if ! command -v python3; then apt-get install -y --no-install-recommends python3; \
+        if [ "${GPU}" = yes ]; then apt-get install -y --no-install-recommends python3-dev; fi; fi \
     && if [ "${GPU}" = yes ]; then apt-get install -y --no-install-recommends gcc libc6-dev; fi \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home moorage \

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -36,4 +40,16 @@ def find_device() -> Found:
     if (major, minor) < OLDEST:
         name = torch.cuda.get_device_name(device)
         raise DeviceError(f"{name} is sm_{major}{minor}, the kernels need sm_80 or newer: use --kernels cpu")
+    if missing := missing_for_launchers():
+        raise DeviceError(f"Triton compiles a launcher for each kernel and finds no {missing} or use --kernels cpu")
     return Found(device, f"sm{major}{minor}")
+
+
+def missing_for_launchers() -> str:
+    """What is not there and how to install it; "" when a launcher can be compiled. Else the first request would find out."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "C compiler: install gcc and libc6-dev"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as triton does: where Debian has its headers
+    if not (Path(sysconfig.get_path("include", scheme)) / "Python.h").exists():
+        return "Python.h: install python3-dev"
+    return ""

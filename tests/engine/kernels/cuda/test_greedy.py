@@ -56,3 +56,25 @@ def test_without_a_device_one_line_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(BuildError, match="finds no CUDA device: check nvidia-smi and the driver, or use --kernels cpu"):
         choose_kernels("cuda", 1)
+
+
+def test_what_triton_needs_to_start_kernels_is_looked_for_before_a_model_is_loaded(monkeypatch, tmp_path) -> None:
+    """An image without a compiler or Python's headers would fail at its first request."""
+    from engine.kernels.cuda import device
+
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    include = tmp_path / "include"
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda *_: str(include))
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(BuildError, match="finds no C compiler: install gcc and libc6-dev or use --kernels cpu"):
+        choose_kernels("cuda", 1)
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/gcc")
+    with pytest.raises(BuildError, match="finds no Python.h: install python3-dev or use --kernels cpu"):
+        choose_kernels("cuda", 1)
+    include.mkdir()
+    (include / "Python.h").touch()
+    assert choose_kernels("cuda", 1).numerics.startswith("cuda-sm90-")
