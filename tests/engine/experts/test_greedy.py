@@ -17,7 +17,7 @@ from engine.experts.grouped import GroupedExperts, Within
 from engine.experts.pack import write_pack
 from engine.experts.pool import HostPool, Pool, kind_of
 from engine.experts.predict import NextRouter
-from engine.kernels.ops import Ops, Quant, Weight
+from engine.kernels.ops import Ops, Weight
 from engine.limits import Limits
 from engine.models.load import LoadedModel, load_model
 from engine.nn.batch import PAGE, allocate_cache
@@ -33,7 +33,10 @@ ANSWER = 8  # tokens
 PROMPTS = [[5, 6, 7, 8, 9], list(range(3, 60)), [11, 12], [90], [33, 34, 35], [120, 7], list(range(80, 100)), [150]]
 MIXED = "Q4_K and Q6_K"  # as Q4_K_M files are: the down matrices of some layers have more bits
 OFTEN = ("bf16", "Q8_0", "Q4_K")
-RARELY = ("f16", "Q4_0", "Q4_1", "Q6_K", "F8_E4M3", "MXFP4", "NVFP4_SCALED", MIXED)
+RARELY = (
+    *("f16", "f32", "F8_E4M3", "MXFP4", "NVFP4", "NVFP4_SCALED", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K"),
+    *("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_NL", "IQ4_XS", MIXED),
+)
 FORMATS = [*OFTEN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARELY)]
 PLACEMENTS = ["resident", "in_place", "offload", "hybrid", "host", "stream"]
 
@@ -83,10 +86,11 @@ def in_format(loaded: LoadedModel, ops: Ops, kind: str) -> LoadedModel:
 
 
 def balanced(weight: Weight) -> Weight:
-    """Random Q4_K blocks have a mean above zero, which drowns all else: with a `dmin` of 7.5 `d` it is zero."""
-    if isinstance(weight, Quant) and weight.type == "Q4_K":
-        blocks = weight.data.view(-1, 144)
-        blocks[:, 2:4] = (blocks[:, :2].contiguous().view(torch.float16) * 7.5).view(torch.uint8)
+    """Random blocks of these have a mean above zero, which drowns all else: with such a `dmin`, in `d`, it is zero."""
+    size, dmin = {"Q4_K": (144, 7.5), "Q5_K": (176, 15.5)}.get(getattr(weight, "type", ""), (0, 0.0))
+    if size:
+        blocks = weight.data.view(-1, size)
+        blocks[:, 2:4] = (blocks[:, :2].contiguous().view(torch.float16) * dmin).view(torch.uint8)
     return weight
 
 
@@ -167,6 +171,10 @@ def check(placement: str, experts: Experts) -> None:
                 assert 0 < missed < counts.misses, "some fetched, some computed in place"
             case "offload" | "stream":
                 assert counts.misses and counts.fetched > part.capacity and counts.evicted
+
+
+def test_every_format_that_the_kernels_compute_on_is_among_them() -> None:
+    assert {*OFTEN, *RARELY} - {MIXED} == {"bf16", "f16", "f32", *kernels("cpu").quant_types} - {"BF16", "F16", "F32"}
 
 
 @pytest.mark.parametrize("kind", FORMATS)

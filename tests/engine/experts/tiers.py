@@ -18,7 +18,9 @@ from engine.nn.experts import Bank
 from tests.support.tiny_gguf import random_blocks
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 3, 12, 3, 64, 32
-WIDE, WIDE_KINDS = 256, ("Q4_K", "Q6_K", "F8_E4M3", "MXFP4", "NVFP4_SCALED")  # whose blocks are longer than INTER
+# of which the package can only read: random blocks
+UNWRITABLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ4_NL", "IQ4_XS", "NVFP4")
+WIDE, WIDE_KINDS = 256, (*UNWRITABLE, "F8_E4M3", "MXFP4", "NVFP4_SCALED")  # whose blocks are longer than INTER
 EVEN = Rates(link=1e9, host=2e9, shared=1e9)  # half of the misses are fetched
 SLOW = Rates(link=1e6, host=2e9, shared=1e9)  # by what it says; the copies are as fast as they are
 ALL = LAYERS * EXPERTS
@@ -70,7 +72,7 @@ def stored(weight: torch.Tensor, kind: str):
         return stored_in_four_bits(weight, kind)
     import gguf
 
-    if kind in ("Q4_K", "Q6_K"):  # the package cannot write them: random blocks, other ones for every weight
+    if kind in UNWRITABLE:  # other ones for every weight
         seed = int(weight.flatten()[0].abs() * 1e6)
         data = random_blocks(tuple(weight.shape), gguf.GGMLQuantizationType[kind], seed)
         return Quant(torch.from_numpy(data).view(*weight.shape[:-1], -1), kind, weight.shape[-1])
