@@ -160,12 +160,12 @@ def build(config: EngineConfig, progress: Progress) -> Parts:
         **msgspec.to_builtins(loaded.info),
     }
     tokenizer = functools.cache(lambda: tokenizer_of(config.model))  # read once, for both who ask what a token spells
-    keys = text_keys(tokenizer)
+    keys = text_keys(config.model, tokenizer)
     prefix = make_prefix(config, cache, plan, kernels, keys)
     grammars = Grammars(lambda: read_vocabulary(tokenizer, loaded.spec))
     forward = watched(lambda batch: decoder.forward(batch, cache), (*loaded.files, *files))
     mapped = loaded.mapped + (pack.expert_bytes if whole else 0)
-    later = (functools.partial(warm, grammars), keys.warm)
+    later = (keys.warm, functools.partial(warm, grammars))
     return Parts(forward, prefix, limits, model, grammars, experts, plan.wanted_context, mapped, library, later)
 
 
@@ -338,17 +338,17 @@ def make_prefix(config: EngineConfig, cache: Cache, plan: CachePlan, kernels: st
     )
 
 
-def text_keys(read: Callable[[], Tokenizer]) -> TextKeys:
+def text_keys(model: str, read: Callable[[], Tokenizer]) -> TextKeys:
     """What each token spells, read when first asked for. Without a readable tokenizer prompts match by token only."""
 
-    def spelling() -> list[bytes | None]:
+    def spelling() -> Sequence[bytes | None]:
+        from engine.text.spelling import read_spelling  # not before somebody asks
+
         try:
-            tokenizer = read()
+            return read_spelling(model, read)
         except ValueError as problem:
             log.warning(log_line("prompts are matched by token only", why=str(problem)))
             return []
-        specials = tokenizer.special_ids
-        return [None if i in specials else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
 
     return TextKeys(spelling)
 

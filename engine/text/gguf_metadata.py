@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ class GgufError(ValueError):
     """The file is no GGUF or is damaged. One line."""
 
 
-def read_metadata(path: Path, prefix: str = "") -> dict[str, Any]:
-    """Keys that start with `prefix` and their values, as Python values. Raises GgufError, OSError."""
+def read_metadata(path: Path, prefix: str = "", without: Collection[str] = ()) -> dict[str, Any]:
+    """Keys that start with `prefix` and their values, as Python values; arrays of strings of keys in `without` are stepped over
+    and empty. Raises GgufError, OSError.
+    """
     with path.open("rb") as file:
         if file.seek(0, 2) < 24:
             raise GgufError("the file is shorter than a GGUF header")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).all(prefix)
+            return _Reader(data).all(prefix, without)
 
 
 class _Reader:
@@ -35,7 +38,7 @@ class _Reader:
         self._data, self._at, self._size = data, 4, len(data)
         if data[:4] != b"GGUF":
             raise GgufError("the file does not begin with GGUF")
-        self._order = "<"
+        self._order, self._step_over = "<", False
         version = self._scalar("I")
         if version & 0xFFFF == 0:  # written on a big-endian machine
             self._order = ">"
@@ -43,12 +46,13 @@ class _Reader:
         if version not in (2, 3):
             raise GgufError(f"GGUF version {version} is not supported; 2 and 3 are")
 
-    def all(self, prefix: str) -> dict[str, Any]:
+    def all(self, prefix: str, without: Collection[str]) -> dict[str, Any]:
         self._scalar("Q")  # tensors
         out: dict[str, Any] = {}
         for _ in range(self._scalar("Q")):
             key = self._string()
             kind = self._scalar("I")
+            self._step_over = key in without
             value = self._value(kind, 0)
             if key.startswith(prefix):
                 out[key] = value
@@ -85,7 +89,7 @@ class _Reader:
                 raise GgufError("the file ends inside its metadata: it is truncated")
             return list(struct.unpack_from(code, self._data, self._take(struct.calcsize(code))))
         if inner == _STRING:
-            return self._strings(count)
+            return self._pass(count) if self._step_over else self._strings(count)
         return [self._value(inner, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
@@ -102,3 +106,15 @@ class _Reader:
             at = end
         self._at = at
         return out
+
+    def _pass(self, count: int) -> list[str]:
+        at, length_at = self._at, struct.Struct(self._order + "Q").unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + length_at(self._data, at)[0]
+        except (struct.error, OverflowError):
+            at = self._size + 1
+        if at > self._size:
+            raise GgufError("the file ends inside its metadata: it is truncated")
+        self._at = at
+        return []

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engine.text import tokenizer as module
+from engine.text.spelling import read_spelling
 from engine.text.tokenizer import TokenizerError, TooLong, is_structural, load_tokenizer
 from tests.support.text import CONTROL, CORPUS, MARKERS, backend, write_tokenizer
 
@@ -146,6 +147,33 @@ def test_gguf_sentencepiece_decodes_what_it_encodes(sentencepiece, text):
 def test_gguf_sentencepiece_equals_the_tokenizer_it_was_made_from(sentencepiece, text):
     hf, ours = sentencepiece
     assert ours.encode(text, add_bos=False) == hf.encode(text, add_bos=False)
+
+
+@pytest.mark.parametrize("case", ["plain", "added", "unused", "merged"])
+def test_what_tokens_spell_is_read_without_a_tokenizer_and_is_the_same(case, tmp_path):
+    """`merged`: a vocabulary whose list says too little."""
+    content = json.loads(backend())
+    words = [t for t in content["model"]["vocab"] if len(t) > 3]
+    kinds = {"added": dict.fromkeys(words[:2], 4), "unused": dict.fromkeys([words[0], words[5]], 5)}.get(case, {})
+    if case == "unused":
+        content["added_tokens"] = [t | {"special": False} for t in content["added_tokens"]]
+        kinds |= {t["content"]: 5 for t in content["added_tokens"][-2:]}
+    if case == "merged":
+        content["added_tokens"] = []
+        file = write_gguf(tmp_path / "t.gguf", content, "llama", scores={})
+    else:
+        file = write_gguf(tmp_path / "t.gguf", content, "gpt2", pre="qwen2", kinds=kinds)
+    asked = []
+    found = read_spelling(str(file), lambda: asked.append(1) or load_tokenizer(file))
+    whole = load_tokenizer(file)
+    want = [None if i in whole.special_ids else whole.token_bytes(i) for i in range(whole.vocab_size)]
+    assert [found[i] for i in range(len(found))] == want and len(asked) == (case == "merged")
+
+
+def test_what_tokens_spell_of_other_files_is_the_tokenizers(tokenizer, tmp_path):
+    found = read_spelling(str(tmp_path), lambda: tokenizer)
+    assert len(found) == tokenizer.vocab_size and found[next(iter(tokenizer.special_ids))] is None
+    assert b"".join(found[i] for i in tokenizer.encode("héllo wörld")) == "héllo wörld".encode()
 
 
 @pytest.mark.slow
