@@ -5,12 +5,14 @@ Every failure is one line on stderr and a non-zero exit; Ctrl-C ends in order.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from engine import early
 
 if __name__ == "__main__":  # before all imports that take time
     early.begin(sys.argv[1:])
+    gc.disable()  # what is imported stays
 
 import json
 import logging
@@ -26,6 +28,7 @@ from engine.http_cli import FAST, LINK, PIN, PLACEMENT, URL, UserError, call, ch
 from engine.pack_cli import pack
 from engine.plan_cli import bench, plan
 
+gc.enable()
 cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

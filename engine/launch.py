@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import socket
@@ -33,8 +34,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 async def _serve(config: EngineConfig, name: str, sock: socket.socket) -> int:
     supervisor = Supervisor(config)
     await supervisor.start()
+    gc.disable()  # what is imported stays
     try:
         server = await asyncio.to_thread(importlib.import_module, "engine.server")
+        gc.enable()
         return await server.serve(supervisor, config, name, sock)
     finally:
         await supervisor.stop()  # a second time where all went well

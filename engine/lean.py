@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
+import importlib.util
 import sys
+import threading
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,11 @@ LEFT_OUT = ("torch._meta_registrations", "torch.distributed._meta_registrations"
 
 def import_torch() -> None:
     """Does nothing when torch is there already."""
-    if "torch" in sys.modules or not importlib.metadata.version("torch").startswith(VERSIONS):
+    if "torch" in sys.modules:
+        return
+    from importlib.metadata import version  # takes 10 ms itself, of a start that never asks
+
+    if not version("torch").startswith(VERSIONS):
         return
     empty = {name: ModuleType(name) for name in LEFT_OUT}
     sys.modules |= empty
@@ -60,6 +65,37 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = _Later()
+
+
+class _Package(ModuleType):
+    """Runs its own code when something is asked for that is none of its modules which are there already."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            with _running:
+                if type(self) is _Package and self not in _begun:
+                    _begun.append(self)
+                    self.__spec__.loader.exec_module(self)
+                    self.__class__ = ModuleType
+                if name in vars(self):
+                    return vars(self)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+_running = threading.RLock()
+_begun: list[ModuleType] = []
+
+
+def modules_alone(package: str) -> None:
+    """Have modules of `package` imported without all that its own code imports. Who asks for more gets the whole.
+
+    `gguf` brings a YAML parser and three writers, half as much as numpy, and a reader needs two of its modules. Does nothing
+    when it is there already.
+    """
+    found = importlib.util.find_spec(package) if package not in sys.modules else None
+    if found is not None and found.loader is not None:
+        sys.modules[package] = importlib.util.module_from_spec(found)
+        sys.modules[package].__class__ = _Package
 
 
 def here() -> bool:

@@ -6,17 +6,21 @@ Started by `engine.early` or `engine.supervisor`; what it then is, `engine.worke
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 from engine import mapped
 from engine.config import EngineConfig, in_place_wanted, parse_config
 from engine.early import WAIT
 from engine.hostmem import available_bytes
+
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def files_of(config: EngineConfig) -> list[Path]:
@@ -41,6 +45,19 @@ def wait() -> None:
     read_ahead(sys.argv[-1])
 
 
+def import_worker() -> ModuleType:
+    """numpy's BLAS starts a thread for each core, which spin while all else is imported; nothing here multiplies with it."""
+    own = os.environ.get(BLAS_THREADS)
+    os.environ[BLAS_THREADS] = own or "1"
+    gc.disable()  # what is imported stays
+    worker = importlib.import_module("engine.worker")
+    gc.freeze()
+    gc.enable()
+    if own is None:
+        del os.environ[BLAS_THREADS]  # torch may have a BLAS of its own, with which it computes
+    return worker
+
+
 def main() -> None:
     waiting = None
     if sys.argv[1:] == [WAIT]:
@@ -49,7 +66,7 @@ def main() -> None:
         waiting.start()
     elif "--config" in sys.argv[:-1]:
         read_ahead(sys.argv[sys.argv.index("--config") + 1])
-    worker = importlib.import_module("engine.worker")
+    worker = import_worker()
     if waiting:
         waiting.join()
     worker.leave(worker.main())

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import gguf
 import numpy as np
+from gguf.constants import GGUFEndian, GGUFValueType
+from gguf.gguf_reader import GGUFReader
+from gguf.quants import _type_traits
 
 from engine.kernels.ops import Quant, Weight
 from engine.lean import torch
@@ -256,7 +258,7 @@ class GgufCheckpoint:
     def _check_types(self) -> None:
         """Every block type must be one the reference dequantizer knows."""
         for tensor in self._tensors.values():
-            if tensor.tensor_type.name not in PLAIN and tensor.tensor_type not in gguf.quants._type_traits:
+            if tensor.tensor_type.name not in PLAIN and tensor.tensor_type not in _type_traits:
                 raise ModelError(
                     f"{self._path}: tensor '{tensor.name}' is stored as {tensor.tensor_type.name}, which is not supported; "
                     f"use another quantization of this model, such as Q8_0 or Q4_K_M"
@@ -269,33 +271,34 @@ class GgufCheckpoint:
                 raise unreadable(self._path, f"tensor '{tensor.name}' ends beyond the end of the file")
 
 
-class _Reader(gguf.GGUFReader):
+class _Reader(GGUFReader):
     """Steps over long arrays: the library builds several numpy objects for each string of a vocabulary, ten seconds for 150K
     tokens and their merges, and nothing here reads them. A field stepped over has no contents.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int):
-        if raw_type != gguf.GGUFValueType.ARRAY:
+        if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind, length = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-        if length <= LONGEST_ARRAY or kind == gguf.GGUFValueType.ARRAY:
+        if length <= LONGEST_ARRAY or kind == GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         end = orig_offs + 12
-        if kind == gguf.GGUFValueType.STRING:
-            size = struct.Struct(">Q" if self.endianess == gguf.GGUFEndian.BIG else "<Q")
-            data = memoryview(self.data)  # an index into the array itself costs ten times as much
-            for _ in range(length):
-                end += 8 + (size.unpack_from(data, end)[0] if end + 8 <= len(data) else len(data))
-                if end > len(data):
-                    break
+        if kind == GGUFValueType.STRING:
+            size = struct.Struct(">Q" if self.endianess == GGUFEndian.BIG else "<Q")
+            data, length_at = memoryview(self.data), size.unpack_from  # an index into the array itself costs ten times as much
+            try:
+                for _ in range(length):
+                    end += 8 + length_at(data, end)[0]
+            except (struct.error, OverflowError):
+                end = len(data) + 1
             if end > len(data):
                 raise ValueError("an array of strings ends beyond the end of the file")
         else:
-            end += length * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
-        return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+            end += length * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> GGUFReader:
     try:
         return _Reader(path, "c")  # a private mapping: torch warns about read-only memory
     except Exception as error:  # the reader trusts the file: a torn one raises whatever numpy stumbles over

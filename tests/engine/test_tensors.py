@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -192,15 +193,35 @@ def test_pages_and_states_without_torch_are_those_of_torch() -> None:
 
 
 WORKER = """
-import sys
-import engine.worker
+import os, sys
+from engine.process import import_worker
+import_worker()
+assert "OPENBLAS_NUM_THREADS" not in os.environ and len(os.listdir("/proc/self/task")) == 1, "numpy's BLAS has threads"
 from engine.kernels.cpu import CpuOps
 CpuOps(1)
-print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "tokenizers", "llguidance", "jinja2"}))
+never = {"torch", "transformers", "tokenizers", "llguidance", "jinja2", "yaml"}
+print(sorted({name.partition(".")[0] for name in sys.modules} & never))
 """
+
+
+PARTS = """
+import engine.models.gguf, gguf, sys
+assert "gguf.gguf_writer" not in sys.modules
+from gguf.constants import GGMLQuantizationType
+assert gguf.GGMLQuantizationType is GGMLQuantizationType and gguf.quants.dequantize and gguf.GGUFWriter
+from gguf import MODEL_ARCH
+print(type(gguf).__name__, gguf.__file__, hasattr(gguf, "nothing"))
+"""
+
+
+def test_a_package_of_which_modules_were_taken_is_whole_when_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", PARTS], capture_output=True, text=True, check=True, cwd=ROOT)
+    kind, file, nothing = done.stdout.split()
+    assert (kind, Path(file).name, nothing) == ("module", "__init__.py", "False")
 
 
 def test_nothing_of_the_engine_process_imports_torch_or_text_by_itself() -> None:
     pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
-    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True, cwd=ROOT)
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
     assert done.stdout == "[]\n"
