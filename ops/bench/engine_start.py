@@ -7,6 +7,9 @@ Cold: the files are dropped from the page cache before (posix_fadvise; only clea
 round starts each engine once cold and once warm, one after the other, in alternating order, and asks for one token. With `--pack`
 ours starts once more from packed experts (`moorage engine pack`), mapped as llama-server maps its file. `weights`: our time
 from opening the checkpoint to having all weights where they are computed on, imports aside. `disk`: a plain read of that file.
+
+With `--prompts SIZES` instead: files warm, one token behind a new prompt of each size as soon as an engine is ready, and behind
+others a second time. What is read, imported or touched for whoever asks first shows as the difference.
 """
 
 from __future__ import annotations
@@ -99,6 +102,32 @@ def measure(args: argparse.Namespace) -> tuple[list[Start], list[float]]:
     return starts, rates
 
 
+def measure_prompts(args: argparse.Namespace) -> list[dict]:
+    """Of each round and engine, seconds to the token behind each prompt, in order."""
+    found = []
+    for number in range(args.rounds):
+        for kind in (Ours, LlamaServer) if number % 2 == 0 else (LlamaServer, Ours):
+            port = free_port()
+            command = our_command(args.model, args.threads, shlex.split(args.engine_options), port)
+            if kind is LlamaServer:
+                command = llama_command(args.llama_server, args.model, args.threads, CONTEXT, 1, port)
+            with running(kind, command, port, args.log) as server:
+                seconds = [server.stream(prompt_of(size, 1000 * i + size), 1).first for i in (0, 1) for size in args.prompts]
+            found.append({"what": kind.name, "round": number, "seconds": seconds})
+            print(f"# {found[-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+def summarise_prompts(found: list[dict], sizes: list[int]) -> list[dict]:
+    rows = []
+    for place, (time_, size) in enumerate((time_, size) for time_ in ("first", "second") for size in sizes):
+        ours, theirs = ([f["seconds"][place] for f in found if f["what"] == kind.name] for kind in (Ours, LlamaServer))
+        row = {"prompt": size, "time": time_, "moorage": statistics.median(ours), "llama.cpp": statistics.median(theirs)}
+        row["ratio to llama.cpp"] = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        rows.append({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
+    return rows
+
+
 def summarise(starts: list[Start], weights: int) -> list[dict]:
     rows = []
     for what, cold in dict.fromkeys((s.what, s.cold) for s in starts):
@@ -116,6 +145,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file, for both")
     parser.add_argument("--llama-server", type=Path, required=True, help="path of llama-server")
     parser.add_argument("--pack", type=Path, help="the same model's packed experts")
+    parser.add_argument("--prompts", type=lambda text: [int(size) for size in text.split(",")], help="sizes, instead of starts")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each kind (default 3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads for both (default: all cores)")
     parser.add_argument("--engine-options", default="", help="more options for our engine, as one string")
@@ -126,22 +156,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    starts, rates = measure(args)
     weights = sum(p.stat().st_size for p in files_of(args.model))
-    rows = summarise(starts, weights)
+    if args.prompts:
+        read_rate(args.model)
+        found = measure_prompts(args)
+        rows, raw = summarise_prompts(found, args.prompts), {"prompts": found}
+    else:
+        starts, rates = measure(args)
+        rows, raw = summarise(starts, weights), {"disk_bytes_s": rates, "starts": [asdict(s) for s in starts]}
+        print(f"disk: {statistics.median(rates) / 1e9:.2f} GB/s, {weights / 1e9:.2f} GB")
     for row in rows:
         print(row)
-    print(f"disk: {statistics.median(rates) / 1e9:.2f} GB/s, {weights / 1e9:.2f} GB")
     if args.out:
         command = shlex.join([Path(sys.argv[0]).name, *(Path(a).name if os.sep in a else a for a in sys.argv[1:])])
-        result = {
-            "machine": machine.describe(ROOT),
-            "command": command,
-            "weights": weights,
-            "disk_bytes_s": rates,
-            "summary": rows,
-        }
-        args.out.write_text(json.dumps(result | {"starts": [asdict(s) for s in starts]}, indent=1) + "\n")
+        result = {"machine": machine.describe(ROOT), "command": command, "weights": weights, "summary": rows}
+        args.out.write_text(json.dumps(result | raw, indent=1) + "\n")
     return 0
 
 

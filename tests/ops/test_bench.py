@@ -229,6 +229,15 @@ def test_starts_are_told_apart_by_what_and_by_cold_files(load) -> None:
     assert (warm["files"], warm["ready"], warm["weights"], warm["rounds"]) == ("warm", 2.0, 1.1, 3)
 
 
+def test_prompts_after_a_start_are_told_apart_by_size_and_by_first_and_second(load) -> None:
+    bench = load("engine_start")
+    found = [{"what": "moorage", "round": n, "seconds": [1.0 + n, 2.0, 0.5, 1.0]} for n in range(3)]
+    found += [{"what": "llama.cpp", "round": n, "seconds": [1.0, 2.0, 1.0, 4.0]} for n in range(3)]
+    rows = bench.summarise_prompts(found, [64, 512])
+    assert [(r["prompt"], r["time"]) for r in rows] == [(64, "first"), (512, "first"), (64, "second"), (512, "second")]
+    assert [(r["moorage"], r["ratio to llama.cpp"]) for r in rows] == [(2.0, 0.5), (2.0, 1.0), (0.5, 2.0), (1.0, 4.0)]
+
+
 def test_a_dropped_file_is_read_whole(load, tmp_path) -> None:
     bench = load("engine_start")
     (tmp_path / "a").write_bytes(bytes(3 << 20))
