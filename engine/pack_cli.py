@@ -9,7 +9,7 @@ import typer
 
 from engine.http_cli import UserError, check_model_path
 
-KERNELS = typer.Option(help="auto, cpu or reference, as in `serve`: the layout they compute on is what is packed.")
+KERNELS = typer.Option(help="auto, cpu, reference or cuda, as in `serve`: the layout they compute on is what is packed.")
 
 
 def pack(

@@ -11,19 +11,28 @@ from engine.experts.recording import Recording
 from engine.kernels.ops import Segments
 from engine.nn.batch import PAGE, Batch, allocate_cache
 from engine.nn.decoder import Decoder
+from engine.tensors import CPU
 
 
 class Driver:
     """Owns a cache and hands every sequence pages in shuffled order, as a real scheduler would after some churn."""
 
-    def __init__(self, decoder: Decoder, kv_dtype: torch.dtype, sequences: int = 4, tokens: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_dtype: torch.dtype,
+        sequences: int = 4,
+        tokens: int = 256,
+        seed: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
         self.decoder = decoder
         per_sequence = -(-tokens // PAGE)
         free = list(range(1, 1 + sequences * per_sequence))
         random.Random(seed).shuffle(free)
         self.pages = torch.tensor(free, dtype=torch.int32).view(sequences, per_sequence)
         self.slots = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed)).int()
-        self.cache = allocate_cache(decoder.spec, 1 + len(free), sequences, kv_dtype)
+        self.cache = allocate_cache(decoder.spec, 1 + len(free), sequences, kv_dtype, device)
         self.lengths = [0] * sequences
 
     def step(self, work: dict[int, Sequence[int]]) -> dict[int, torch.Tensor]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.experts.cuda import Cuda
-from engine.experts.executor import Tier, TieredExperts
-from engine.experts.locking import lock_banks, this_machines
+from engine.experts.layers import Group
+from engine.experts.locking import Lock, lock_banks, this_machines
 from engine.experts.mapped import drivers_address, in_place, mapped
-from engine.experts.pool import HostPool, bank_bytes, data_of
+from engine.experts.pool import bank_bytes, data_of
+from engine.experts.streams import Device
 from engine.kernels.ops import Quant
 from engine.kernels.reference import ReferenceOps
+from engine.tiers import Kernels, Source, Ways, run_groups
 from tests.engine.experts.tiers import EVEN, EXPERTS, LAYERS, banks, step, stored
+from tests.support.cuda import MODES, cuda_kernels, interpreting
+from tests.support.late import Late, LateOps
 
 
 class Runtime:
@@ -206,18 +212,47 @@ def test_registered_experts_are_seen_by_a_gpu_where_they_lie(gpu: Cuda) -> None:
     assert not there.gate_up.any()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bf16", "Q8_0", "Q4_K"])
-@pytest.mark.parametrize("slots", [LAYERS * EXPERTS, EXPERTS, 2])
-def test_slots_on_a_gpu_give_the_bits_of_all_experts_there(gpu: Cuda, kind: str, slots: int) -> None:
-    ops = pytest.importorskip("engine.kernels.cuda.ops").CudaOps()
-    pool, generator = banks(ReferenceOps(), kind), torch.Generator().manual_seed(slots)
-    assert not lock_banks(pool, 1 << 40, this_machines()).short
-    experts = TieredExperts(HostPool(pool), ops, Tier(slots, rates=EVEN), device=gpu)
-    for batch in (1, 2, 4, 8, 25):
+# --- slots behind a link, with the kernels of the GPU set: in the interpreter on a device made up, or on a GPU over its real link
+
+
+@pytest.fixture(params=MODES)
+def linked(request) -> Iterator[tuple[Device, Any, Any, tuple[str, Lock]]]:
+    """The device, the kernels that compute on it, what computes on all experts for comparison, and who page-locks."""
+    kernels = cuda_kernels(request.param)
+    if kernels.device.type == "cuda":
+        yield Cuda(kernels.device.index), kernels, kernels, this_machines()
+        return
+    late = Late()
+    yield late, LateOps(kernels, late), kernels, ("made up", late.register)
+    late.check()
+
+
+def whole_pool(kernels, bank, call) -> torch.Tensor:
+    """What the kernels give with all experts where they compute; in host memory."""
+    weights = [kernels.prepare(weight) for weight in (bank.gate_up, bank.down)]
+    return kernels.moe(*(tensor.to(kernels.device) for tensor in call), *weights, bank.act).cpu()
+
+
+ON_A_GPU = [pytest.param(kind, slots, rows, marks=pytest.mark.gpu) for kind, slots, rows in (
+    ("bf16", LAYERS * EXPERTS, 25), ("bf16", EXPERTS, 25), ("Q8_0", EXPERTS, 25), ("Q4_K", 2, 8), ("F8_E4M3", EXPERTS, 8),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "slots", "rows"), [("bf16", 5, 3), *ON_A_GPU])
+def test_slots_give_the_bits_of_all_experts_and_the_processor_computes_nothing(linked, kind: str, slots: int, rows: int) -> None:
+    device, ops, kernels, lock = linked
+    if rows > 3 and interpreting():
+        pytest.skip("too many rows for the interpreter: ./ops/gpu_test")
+    pool = banks(ReferenceOps(), kind, 1 if interpreting() else LAYERS)
+    generator, kernels_of = torch.Generator().manual_seed(slots), Kernels(ops, device, ReferenceOps())
+    assert not kernels_of.one_arithmetic, "the processor may compute nothing beside them"
+    assert not lock_banks(pool, 1 << 40, lock).short
+    groups = [Group("offload", tuple(range(len(pool))), slots, "")]
+    experts = run_groups(groups, Source(dict(enumerate(pool))), kernels_of, Ways(EVEN))
+    for batch in sorted({1, min(4, rows), rows}):
         for layer, bank in enumerate(pool):
-            call = gpu.to_device(*step(generator, batch, kind))
-            whole = [ops.prepare(weight) for weight in (bank.gate_up, bank.down)]
-            want, got = gpu.to_host(ops.moe(*call, *whole, "silu"), experts.run(layer, *call))
-            assert torch.equal(got, want)
+            call = step(generator, batch, kind)
+            (got,) = device.to_host(experts.run(layer, *device.to_device(*call)))
+            assert torch.equal(got, whole_pool(kernels, bank, call))
+    assert experts.status()["misses"] and experts.counts["copy_failed"] == 0
     experts.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,21 +360,3 @@ def test_the_processor_cannot_look_at_what_the_device_has_not_written() -> None:
 
 
 # --- the device's own kernels
-
-
-def test_triton_kernels_over_slots_have_the_bits_of_all_experts_and_not_those_of_the_processor() -> None:
-    """In Triton's interpreter, with the device made up: what a GPU would run, but for the GPU."""
-    inner, late, generator = (
-        importlib.import_module("engine.kernels.cuda.ops").CudaOps(),
-        Late(),
-        torch.Generator().manual_seed(0),
-    )
-    pool = banks(ReferenceOps(), "bf16", 1)
-    kernels_of = Kernels(LateOps(inner, late), late, ReferenceOps())
-    assert not kernels_of.one_arithmetic, "the processor may compute nothing beside them"
-    lock_banks(pool, 1 << 40, ("made up", late.register))
-    experts = run_groups([Group("offload", (0,), 5, "")], Source({0: pool[0]}), kernels_of, Ways(EVEN))
-    for rows in (1, 3):
-        call = step(generator, rows)
-        assert torch.equal(run(experts, late, 0, *call), truth(inner, pool[0], *call))
-    experts.close(), late.check()

@@ -1,24 +1,29 @@
-"""Kernels of the GPU set on the processor, in Triton's interpreter (tests/conftest.py turns it on before triton is imported)."""
+"""The GPU set: each test in Triton's interpreter, and on a device where there is one (`ops/gpu_test`)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support.interpreter import mend
+from tests.support.cuda import MODES, Carried, Carrier, cuda_kernels
 
-pytest.importorskip("triton", reason="triton is not installed: ops/test installs it")
+
+@pytest.fixture(scope="session", params=MODES)
+def kernels(request):
+    """As the engine has them: tensors are the device's."""
+    return cuda_kernels(request.param)
 
 
 @pytest.fixture(scope="session")
-def ops():
-    from engine.kernels.cuda.lang import INTERPRETED
-    from engine.kernels.cuda.ops import CudaOps
+def ops(kernels) -> Carried:
+    """For tensors of host memory."""
+    return Carried(kernels)
 
-    if not INTERPRETED:  # these compare bits on the processor; a GPU has no tests of its kernels yet
-        pytest.skip("TRITON_INTERPRET=0: these run in the interpreter only")
-    mend()
-    return CudaOps()
+
+@pytest.fixture(scope="session")
+def there(kernels) -> Carrier:
+    """Calls of single kernels, for tensors of host memory."""
+    return Carrier(kernels.device)
 
 
 @pytest.fixture(scope="session")

@@ -27,17 +27,18 @@ def test_against_the_truth_in_any_chunks(ops, truth, hq: int, hkv: int, dim: int
 
 
 @pytest.mark.parametrize("window", [None, 600])
-def test_spans_joined_and_walked_have_the_same_bits(ops, truth, window) -> None:
+def test_spans_joined_and_walked_have_the_same_bits(there, truth, window) -> None:
     """1,100 keys are three spans."""
     n, table = 1100, list(range(18))
     q, k, v = random_qkv(n, 2, 1, 32)
     kv = filled(18, 1, 32)
     seg = segments([0, 3], [n - 3], [table], [0])
-    attention.write_pages(k[-3:], kv.k, seg)
-    attention.write_pages(v[-3:], kv.v, seg)
+    write, attend = there(attention.write_pages), there(attention.attend)
+    write(k[-3:], kv.k, seg)
+    write(v[-3:], kv.v, seg)
     last = segments([0, 3], [n - 3], [table], [0])
-    split = attention.attend(q[-3:], kv, last, 0.3, window, split=True)
-    assert torch.equal(attention.attend(q[-3:], kv, last, 0.3, window, split=False), split)
+    split = attend(q[-3:], kv, last, 0.3, window, split=True)
+    assert torch.equal(attend(q[-3:], kv, last, 0.3, window, split=False), split)
     exact = KVLayer(kv.k.float(), kv.v.float())
     close(split, truth.attention(q[-3:], k[-3:], v[-3:], exact, last, 0.3, window), EXACT)
 
@@ -62,10 +63,10 @@ def test_keys_land_in_their_pages_and_nowhere_else(ops) -> None:
     assert not kv.k[[0, 2]].any()
 
 
-def test_keys_are_rounded_to_the_nearest(ops) -> None:
+def test_keys_are_rounded_to_the_nearest(there) -> None:
     k = torch.tensor([1.00390625, 1.01171875, -1.0040, 3.0e38, float("inf"), 0.0, -0.0, 65535.0]).view(1, 1, 8)
     cache = torch.zeros(1, 1, PAGE, 8, dtype=torch.bfloat16)
-    attention.write_pages(k, cache, segments([0, 1], [0], [[0]], [0]))
+    there(attention.write_pages)(k, cache, segments([0, 1], [0], [[0]], [0]))
     assert torch.equal(cache[0, 0, 0], k[0, 0].bfloat16())
 
 

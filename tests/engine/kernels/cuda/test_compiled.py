@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,11 @@ def test_kernels_compile_as_recorded(tmp_path) -> None:
     for row in rows:
         assert row["tensor"] == recorded[row["kernel"], row["target"]]["tensor"]
         assert row["spilled_bytes"] <= recorded[row["kernel"], row["target"]]["spilled_bytes"] + 64
+
+
+def test_the_tests_for_a_gpu_say_in_one_line_that_there_is_none() -> None:
+    if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has a GPU")
+    told = subprocess.run([ROOT / "ops" / "gpu_test"], capture_output=True, text=True)
+    assert told.returncode == 1 and not told.stdout
+    assert told.stderr.startswith("moorage: no test was run: ") and told.stderr.count("\n") == 1

@@ -85,10 +85,10 @@ def test_an_expert_without_a_place_is_not_a_number(ops, rng) -> None:
     assert torch.isfinite(out[0]).all() and out[1:].isnan().all()
 
 
-def test_rows_are_grouped_by_expert_in_their_order(ops, rng) -> None:
+def test_rows_are_grouped_by_expert_in_their_order(there, rng) -> None:
     ids = torch.randint(0, 6, (1500,), generator=rng).int()
     order, starts = torch.empty(1500, dtype=torch.int32), torch.empty(7, dtype=torch.int32)
-    experts.group_kernel[(6,)](order, starts, ids, 1500, EXPERTS=6, CHUNK=experts.CHUNK)
+    there(experts.group_kernel[(6,)])(order, starts, ids, 1500, EXPERTS=6, CHUNK=experts.CHUNK)
     assert torch.equal(order.long(), torch.sort(ids, stable=True).indices)
     assert torch.equal(starts[1:].long(), torch.bincount(ids, minlength=6).cumsum(0)) and starts[0] == 0
 

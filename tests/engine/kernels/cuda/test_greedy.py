@@ -20,7 +20,7 @@ SLOW = ["qwen3_5_moe_text", "deepseek_v3"]
 def answers(ops, path, chunk: int, together: bool) -> list[list[int]]:
     """Greedy tokens behind two prompts."""
     loaded = load_model(path, ops)
-    driver = Driver(Decoder(loaded.spec, loaded.weights, ops), torch.bfloat16, sequences=2, tokens=128)
+    driver = Driver(Decoder(loaded.spec, loaded.weights, ops), torch.bfloat16, 2, 128, device=ops.device)
     said = [[int(driver.chunks(i, prompt, [chunk])[-1].argmax())] for i, prompt in enumerate(PROMPTS)]
     for _ in range(NEW - 1):
         for step in [{0, 1}] if together else [{0}, {1}]:
@@ -32,17 +32,18 @@ def answers(ops, path, chunk: int, together: bool) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "layers"), [("qwen3_moe", 1), *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in SLOW)]
 )
-def test_greedy_answers_are_the_truths(ops, truth, tmp_path, kind: str, layers: int) -> None:
+def test_greedy_answers_are_the_truths(kernels, truth, tmp_path, kind: str, layers: int) -> None:
     make_tiny(kind, tmp_path, torch.bfloat16, num_hidden_layers=layers)
     assert answers(choose_kernels("cuda", 1), tmp_path, 4, together=True) == answers(truth, tmp_path, 64, together=False)
 
 
 @pytest.mark.slow
-def test_logits_have_the_same_bits_in_any_chunks(ops, tmp_path) -> None:
+def test_logits_have_the_same_bits_in_any_chunks(kernels, tmp_path) -> None:
     make_tiny("qwen3_5_moe_text", tmp_path, torch.bfloat16)
-    loaded = load_model(tmp_path, ops)
-    decoder = Decoder(loaded.spec, loaded.weights, ops)
-    whole, parts = (Driver(decoder, ops.kv_dtype, sequences=1).chunks(0, PROMPTS[0], [size]) for size in (7, 2))
+    loaded = load_model(tmp_path, kernels)
+    decoder = Decoder(loaded.spec, loaded.weights, kernels)
+    drivers = [Driver(decoder, kernels.kv_dtype, sequences=1, device=kernels.device) for _ in range(2)]
+    whole, parts = (driver.chunks(0, PROMPTS[0], [size]) for driver, size in zip(drivers, (7, 2), strict=True))
     assert torch.equal(whole, parts)
 
 

@@ -24,21 +24,22 @@ def stored(kind: str, rows: int, cols: int):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_row_of_a_table_has_the_bits_of_its_format(ops, kind: str) -> None:
+def test_a_row_of_a_table_has_the_bits_of_its_format(there, kind: str) -> None:
     data, values = stored(kind, 19, 768 if kind in BLOCKS else 77)
     ids = torch.tensor([3, 0, 18, 3], dtype=torch.int32)
-    assert torch.equal(table_rows(data, kind, values.shape[1], ids), values[ids.long()])
+    assert torch.equal(there(table_rows)(data, kind, values.shape[1], ids), values[ids.long()])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_products_are_float32s_and_know_nothing_of_their_neighbours(ops, truth, rng, kind: str) -> None:
+def test_products_are_float32s_and_know_nothing_of_their_neighbours(there, truth, rng, kind: str) -> None:
     """768 columns are two spans; few rows with a program a span, many with one for all."""
     cols = 768 if kind in ("BF16", "Q4_K") else 256
     data, values = stored(kind, 20, cols)
     x, bias = torch.randn(18, cols, generator=rng), torch.randn(20, generator=rng)
-    whole = linear(x, data, kind, cols, bias, MANY, False)
+    run = there(linear)
+    whole = run(x, data, kind, cols, bias, MANY, False)
     close(whole, truth.linear(x, values, bias), EXACT)
-    assert torch.equal(linear(x[16:], data, kind, cols, bias, FEW, True), whole[16:])
+    assert torch.equal(run(x[16:], data, kind, cols, bias, FEW, True), whole[16:])
 
 
 @pytest.mark.parametrize(("rows", "outer", "cols"), [(1, 1, 1), (3, 33, 40), (5, 5, 600)])
@@ -64,14 +65,15 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, value: fl
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 70])  # a program of many rows has 64
-def test_any_rows_any_program(ops, truth, rng, kind: str, rows: int) -> None:
+def test_any_rows_any_program(there, truth, rng, kind: str, rows: int) -> None:
     data, values = stored(kind, 50, 1280)
     x = torch.randn(rows, 1280, generator=rng)
-    whole = linear(x, data, kind, 1280, None, MANY, False)
+    run = there(linear)
+    whole = run(x, data, kind, 1280, None, MANY, False)
     close(whole, truth.linear(x, values), EXACT)
     for width, split in ((FEW, False), (FEW, True), (MANY, True)):
-        assert torch.equal(linear(x, data, kind, 1280, None, width, split), whole)
-    assert torch.equal(linear(x[rows // 2 :], data, kind, 1280, None, FEW, True), whole[rows // 2 :])
+        assert torch.equal(run(x, data, kind, 1280, None, width, split), whole)
+    assert torch.equal(run(x[rows // 2 :], data, kind, 1280, None, FEW, True), whole[rows // 2 :])
 
 
 def test_kernels_refuse_a_format_they_do_not_know(ops) -> None:
