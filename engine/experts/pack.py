@@ -7,10 +7,12 @@ index is replaced after each layer is on disk, so an interrupted `write_pack` go
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -146,7 +148,14 @@ def write_pack(
     Raises PackError: banks that differ, too little space, another model's pack in the way. OSError from the disk.
     """
     first = bank(0)
-    index = _begin(directory, Index(source, layers, first.experts, first.act), _kind(first))
+    with _alone(directory):
+        return _write_rest(directory, Index(source, layers, first.experts, first.act), first, bank, progress)
+
+
+def _write_rest(
+    directory: Path, want: Index, first: Bank, bank: Callable[[int], Bank], progress: Callable[[int, int], None]
+) -> Index:
+    index, layers = _begin(directory, want, _kind(first)), want.layers
     if index.complete:
         progress(index.size, index.size)
         return index
@@ -168,11 +177,24 @@ def write_pack(
     return index
 
 
-def _begin(directory: Path, want: Index, first: Kind) -> Index:
-    """What an interrupted call left, or `want`."""
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """The directory is there, and nobody else packs into it: two would cut the file under each other."""
     if directory.exists() and not directory.is_dir():
         raise PackError(f"{directory} is a file, and a pack is a directory: give an empty or a new one")
     directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+        yield
+    except BlockingIOError:
+        raise PackError(f"another process packs into {directory}: wait for it, or give another directory") from None
+    finally:
+        os.close(handle)
+
+
+def _begin(directory: Path, want: Index, first: Kind) -> Index:
+    """What an interrupted call left, or `want`."""
     if not (directory / "index.json").exists():
         if any(directory.iterdir()):
             raise PackError(f"{directory} is not empty and no pack: give an empty or a new directory")
@@ -231,4 +253,4 @@ def _part(weight: Weight) -> Part:
 def _bytes(weight: Weight) -> np.ndarray:
     """[E, bytes of an expert]"""
     data = data_of(weight).contiguous()
-    return data.reshape(len(data), -1).view(library_of(data).uint8).numpy()
+    return data.reshape(len(data), -1).view(library_of(data).uint8).cpu().numpy()  # kernels of a device have put it there

@@ -51,6 +51,18 @@ def test_a_running_engine_corrects_its_rates_and_shows_them() -> None:
         assert experts.fetch_count(8) == 1 < before, "and the split follows"
 
 
+def test_the_links_rate_is_corrected_where_everything_is_fetched_too() -> None:
+    ops, generator = ReferenceOps(), torch.Generator().manual_seed(0)
+    told = Rates(link=1e9, host=2e9, shared=1e9)
+    with tiered(banks(ops, "f32"), ops, EXPERTS, rates=told, link_rate=1e8) as experts:
+        for _ in range(40):
+            for layer in range(LAYERS):
+                experts.run(layer, *step(generator, 2))
+        assert experts.fetch_count(EXPERTS) == EXPERTS, "all misses at once"
+        now = experts.status()["rates"]["now"]
+        assert now["link"] < 0.8e9 and (now["host"], now["shared"]) == (2e9, 1e9), "nothing else was seen at work"
+
+
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_batch_copies_each_distinct_expert_once(rows: int) -> None:
     ops, pool = ReferenceOps(), banks(ReferenceOps(), "f32")

@@ -1,5 +1,6 @@
 """The packed file, and a model whose experts do not fit in memory."""
 
+import fcntl
 import os
 import shutil
 from collections import namedtuple
@@ -100,6 +101,79 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(tmp_path, 
     with pytest.raises(PackError, match=r"MiB are still to be written, the disk has 0.1 MiB free"):
         pack(tmp_path / "p", banks(kernels("reference"), "f32"))
     assert not (tmp_path / "p" / "experts.bin").exists()
+
+
+def test_a_disk_that_fills_up_meanwhile_is_found_before_the_next_layer_is_written(tmp_path, monkeypatch) -> None:
+    """Somebody else writes too: room for all of it when it began, for one layer after that."""
+    pool, usage = banks(kernels("reference"), "f32"), namedtuple("usage", "total used free")
+    layer = read_index_of(tmp_path / "whole", pool).offset(1)
+    free = iter([LAYERS * layer, LAYERS * layer, layer])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, next(free)))
+    with pytest.raises(PackError, match="are still to be written, the disk has"):
+        pack(tmp_path / "p", pool)
+    assert read_index(tmp_path / "p").done == 1 and (tmp_path / "p" / "experts.bin").stat().st_size == layer
+
+
+def read_index_of(directory, pool: list[Bank]):
+    pack(directory, pool)
+    return read_index(directory)
+
+
+def test_an_index_is_never_on_disk_before_what_it_tells_of(tmp_path, monkeypatch) -> None:
+    """A power cut keeps what was synchronized and maybe more, in any order."""
+    synced, told, fsync, rename = {}, [], os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))] = os.fstat(descriptor).st_size
+
+    def replace(source, target) -> None:
+        assert synced.pop(os.path.basename(source)) == os.path.getsize(source)
+        rename(source, target)
+        told.append((read_index(tmp_path / "p").size, synced["experts.bin"]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        patch.setattr(os, "replace", replace)
+        pack(tmp_path / "p", banks(kernels("reference"), "f32"))
+    assert len(told) == LAYERS and all(size == there for size, there in told)
+
+
+def test_two_packers_of_one_directory_do_not_write_at_once(tmp_path) -> None:
+    pool = banks(kernels("reference"), "f32")
+
+    def bank(layer: int) -> Bank:
+        if layer == 1:
+            with pytest.raises(PackError, match="another process packs into .*: wait for it, or give another directory"):
+                pack(tmp_path / "p", pool)
+        return pool[layer]
+
+    write_pack(tmp_path / "p", "model", LAYERS, bank, lambda done, total: None)
+    pack(tmp_path / "p", pool)
+    assert Pack(tmp_path / "p").layers == LAYERS
+
+
+def test_experts_are_read_past_the_page_cache(tmp_path) -> None:
+    pack(tmp_path / "p", banks(kernels("reference"), "f32"))
+    try:
+        os.close(os.open(tmp_path / "p" / "experts.bin", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the disk of temporary files has no direct reads")
+    assert fcntl.fcntl(Pack(tmp_path / "p").file, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_an_expert_is_verified_when_it_is_first_read_and_not_again(tmp_path, monkeypatch) -> None:
+    ops, generator, seen = kernels("reference"), torch.Generator().manual_seed(1), []
+    pack(tmp_path / "p", banks(ops, "f32"))
+    real = filepool.xxhash.xxh3_64
+    monkeypatch.setattr(filepool.xxhash, "xxh3_64", lambda: seen.append(1) or real())
+    experts = stream(tmp_path / "p", ops, TOP_K)
+    x, _, weights = step(generator, 1)
+    for first, distinct in ((0, TOP_K), (TOP_K, 2 * TOP_K), (0, 2 * TOP_K), (TOP_K, 2 * TOP_K)):
+        experts.run(0, x, torch.arange(first, first + TOP_K).int()[None], weights)
+        assert len(seen) == distinct
+    assert experts.slots.counts.fetched == 4 * TOP_K, "read again each time"
+    experts.close()
 
 
 def test_progress_runs_to_the_end_and_never_back(tmp_path) -> None:

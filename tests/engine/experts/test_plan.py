@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from engine import plan as plan_module
 from engine.build import build
 from engine.cli import cli
 from engine.config import EngineConfig
-from engine.experts import calibrate
+from engine.experts import calibrate, identity
 from engine.experts.calibrate import (
     Figure,
     FormatRates,
@@ -35,6 +36,7 @@ from engine.models.errors import ModelError
 from engine.models.load import load_model, open_checkpoint, required_bytes
 from engine.nn.experts import expert_banks
 from engine.plan import POOL, default_profile, host_shape, make_plan, place_loaded, stored_bytes
+from tests.engine.experts.tiers import kernels
 from tests.support.tiny import make_tiny
 
 HERE = Machine("a processor", 8, 64 << 30, "", "", "performance", "reference")
@@ -64,13 +66,15 @@ def test_planned_memory_is_what_loading_takes(checkpoint, tmp_path) -> None:
         assert placed["expected_decode_tok_s"] is None or placed["profile"]
 
 
-def test_a_token_reads_the_dense_weights_and_its_experts(tmp_path) -> None:
-    make_tiny("qwen3_moe", tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_token_reads_the_dense_weights_and_its_experts(tmp_path, tied: bool) -> None:
+    """Of the embedding table one row, or all of it where it is the output head too."""
+    make_tiny("qwen3_moe", tmp_path, tie_word_embeddings=tied)
     plan = make_plan(open_checkpoint(tmp_path), ReferenceOps(), profile_path=tmp_path / "none.json", available=1 << 30)
     pool, embed = plan.kinds[POOL], 160 * 48 * 4
     kv = 2 * 2 * 16 * 3 * 4 * 512  # k and v of two heads of 16 in three layers, float32, at the model's 512 positions
     assert plan.load.routed == pool * 3 // 8 and plan.context == 512
-    assert plan.load.read == plan.weights - pool - embed + kv
+    assert plan.load.read == plan.weights - pool - (0 if tied else embed) + kv
 
 
 def run(*arguments: str):
@@ -265,6 +269,36 @@ def test_a_foreign_profile_is_ignored_aloud(tmp_path, caplog, field: str, value:
     other = Machine(**{**vars(HERE), field: value})
     assert usable_profile(tmp_path / "p.json", other, 1000.0) is None
     assert f"{field}: {getattr(HERE, field)} -> {value}" in caplog.text and "bench bw" in caplog.text
+
+
+def test_the_machine_is_told_by_what_the_kernel_shows(tmp_path, monkeypatch) -> None:
+    """Every one of these changed is another machine."""
+    files = {
+        "cpuinfo": "processor: 0\nmodel name : Some CPU\n",
+        "governor": "powersave\n",
+        "nvidia/version": "NVRM 580.1\nGCC 12\n",
+    }
+    files |= {f"nvidia/gpus/{i}/information": f"Model:   GPU {i}\nIRQ: 1\n" for i in range(2)}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name, path in (("CPUINFO", "cpuinfo"), ("GOVERNOR", "governor"), ("NVIDIA", "nvidia")):
+        monkeypatch.setattr(identity, name, tmp_path / path)
+    monkeypatch.setattr(identity, "device_power", lambda: "gpu 450 W")
+    here = this_machine("k")
+    assert (here.cpu, here.gpu, here.driver) == ("Some CPU", "GPU 0, GPU 1", "NVRM 580.1")
+    assert (here.power, here.kernels, here.cores) == ("powersave, gpu 450 W", "k", len(os.sched_getaffinity(0)))
+    assert abs(here.memory - os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) <= 1 << 29
+
+
+def test_native_kernels_are_told_by_their_build(tmp_path, monkeypatch) -> None:
+    native = pytest.importorskip("engine._native", reason="the native kernels are not built here")
+    ops, said = kernels("cpu"), []
+    for content in (b"one", b"another"):
+        (tmp_path / "module.so").write_bytes(content)
+        monkeypatch.setattr(native, "__file__", str(tmp_path / "module.so"))
+        said.append(kernel_version(ops))
+    assert said[0] != said[1] and all(text.startswith(f"cpu-{ops.isa}-{ops.threads}-") for text in said)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}}', "null", "\x00"])
