@@ -32,6 +32,14 @@ Isa best_isa() {
     }();
     return best;
 }
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+
+Isa best_isa() {
+    static const Isa best = getauxval(AT_HWCAP2) & HWCAP2_I8MM ? Isa::I8MM : Isa::BASE;
+    return best;
+}
 #else
 Isa best_isa() { return Isa::BASE; }
 #endif

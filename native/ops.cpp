@@ -21,6 +21,9 @@ const Kernels& kernels(Isa isa) {
     if (isa == Isa::VNNI) return vnni_kernels();
     if (isa == Isa::AVX512) return avx512_kernels();
     if (isa == Isa::AVX2) return avx2_kernels();
+#elif defined(__aarch64__)
+    const Kernels& i8mm_kernels();
+    if (isa == Isa::I8MM) return i8mm_kernels();
 #endif
     (void)isa;
     return base_kernels();

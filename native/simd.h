@@ -154,6 +154,10 @@ inline uint16_t float_bf16(float f) { // round to nearest even, NaN stays a (qui
 inline float f16_float(uint16_t h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif defined(__ARM_NEON)
+    __fp16 half;
+    memcpy(&half, &h, sizeof half);
+    return (float)half;
 #endif
     float f = bits_float((uint32_t)(h & 0x7fff) << 13) * 0x1p112f; // exact, subnormals included
     uint32_t u = float_bits(f);

@@ -15,6 +15,9 @@
 #include "gemm_f8.h"
 #define MOORAGE_INTEGERS
 #define MOORAGE_F8
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#include "gemm_i8mm.h"
+#define MOORAGE_INTEGERS
 #endif
 
 namespace MOORAGE_ISA {

@@ -19,6 +19,7 @@ from tests.native.test_formats import BLOCKS, meaning
 # In the order of program.cpp.
 DEQUANTIZE, LINEAR, MOE, ATTENTION, LATENT, HEADS, DELTA, NORMS, ROPE, GATE, ROUTE, BEST, HALVES = range(13)
 SETS = ("base", "avx2", "avx512", "avx512vnni", "amx")  # native/cpu.h
+ARM_SETS = ("base", "i8mm")
 ACTS = ("silu", "gelu_tanh", "sigmoid")  # in the order of engine/kernels/cpu.py
 
 

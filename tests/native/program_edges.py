@@ -44,6 +44,18 @@ def check_largest_numbers(run: Run) -> None:
         assert bounded(out, x, dequantize(w)), kind
 
 
+def check_many_rows(run: Run) -> None:
+    """More than a set takes at a time, the last time one or two: the bits of a row alone."""
+    x, many = torch.randn(67, 512, generator=gen(24)), (67, 34, 33, 3, 1)
+    weights = {kind: block_bytes(kind, rows=9, cols=512, seed=6) for kind in ("Q4_0", "Q4_K", "Q6_K", "Q2_K", "Q8_0", "F8_E4M3")}
+    plain = torch.randn(9, 512, generator=gen(25))
+    kinds = {**weights, "F32": plain, "BF16": plain.bfloat16()}
+    results = run([product(x[:n], kind, w) for kind, w in kinds.items() for n in many])
+    for i, kind in enumerate(kinds):
+        whole, *parts = results[len(many) * i : len(many) * (i + 1)]
+        assert all(same_bits(part, whole[: len(part)]) for part in parts), kind
+
+
 def check_values_that_are_not_finite(run: Run) -> None:
     clean = torch.randn(3, 512, generator=gen(21))
     spoilt = [clean.clone(), clean.clone()]
