@@ -37,7 +37,8 @@ Isa best_isa() {
 #include <sys/auxv.h>
 
 Isa best_isa() {
-    static const Isa best = getauxval(AT_HWCAP2) & HWCAP2_I8MM ? Isa::I8MM : Isa::BASE;
+    constexpr unsigned long WANTED = HWCAP2_I8MM | HWCAP2_BF16;
+    static const Isa best = (getauxval(AT_HWCAP2) & WANTED) == WANTED ? Isa::I8MM : Isa::BASE;
     return best;
 }
 #else

@@ -173,6 +173,9 @@ inline F load_bf16(const uint16_t* p) {
 #elif defined(__AVX2__)
     MOORAGE_EACH f.r[i_] = (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i_))), 16);
     return f;
+#elif defined(__ARM_NEON)
+    MOORAGE_EACH f.r[i_] = (VF)vshll_n_u16(vld1_u16(p + 4 * i_), 16); // gcc 12 would widen lane by lane
+    return f;
 #endif
     MOORAGE_EACH {
         VU16 h;
@@ -199,6 +202,14 @@ inline F load_f16(const uint16_t* p) {
 #endif
     return f;
 }
+#if defined(__ARM_NEON)
+inline F floats_of(int16x8_t low, int16x8_t high) {
+    F f;
+    f.r[0] = (VF)vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), f.r[1] = (VF)vcvtq_f32_s32(vmovl_s16(vget_high_s16(low)));
+    f.r[2] = (VF)vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), f.r[3] = (VF)vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)));
+    return f;
+}
+#endif
 inline F load_i8(const int8_t* p) {
     F f;
 #if defined(__AVX512F__)
@@ -207,6 +218,8 @@ inline F load_i8(const int8_t* p) {
 #elif defined(__AVX2__)
     MOORAGE_EACH f.r[i_] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i_))));
     return f;
+#elif defined(__ARM_NEON)
+    return floats_of(vmovl_s8(vld1_s8(p)), vmovl_s8(vld1_s8(p + 8)));
 #endif
     MOORAGE_EACH {
         VB8 b;
@@ -223,6 +236,8 @@ inline F load_u8(const uint8_t* p) { // through int32: a signed conversion is on
 #elif defined(__AVX2__)
     MOORAGE_EACH f.r[i_] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * i_))));
     return f;
+#elif defined(__ARM_NEON)
+    return floats_of((int16x8_t)vmovl_u8(vld1_u8(p)), (int16x8_t)vmovl_u8(vld1_u8(p + 8)));
 #endif
     MOORAGE_EACH {
         VU8 b;

@@ -16,8 +16,10 @@
 #define MOORAGE_INTEGERS
 #define MOORAGE_F8
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
+#include "gemm_bf16.h"
 #include "gemm_i8mm.h"
 #define MOORAGE_INTEGERS
+#define MOORAGE_BF16
 #endif
 
 namespace MOORAGE_ISA {
@@ -47,6 +49,9 @@ inline size_t panel_bytes(int64_t rows, int64_t cols) {
 inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int64_t cols, int64_t b, const float* x, const int32_t* index) {
 #if defined(MOORAGE_INTEGERS)
     if (with_integers(format, [&]<class C>() { pack_integers<C>((XStep*)panel, rows, cols, b, x, index); })) return;
+#endif
+#if defined(MOORAGE_BF16)
+    if (format == Format::BF16) return pack_bf16((bfloat16x8_t*)panel, rows, cols, b, x, index);
 #endif
     const int64_t ld = padded(cols);
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
@@ -260,6 +265,9 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
         const auto few = n == 1 ? few_f8<1> : n == 2 ? few_f8<2> : n == 3 ? few_f8<3> : few_f8<4>;
         return few(m, r0, nr, x, down, next, s.c);
     }
+#endif
+#if defined(MOORAGE_BF16)
+    if (m.format == Format::BF16) return products_bf16(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
 #endif
     with_reader(m.format, [&]<class Reader>() {
         if (rows > FEW) return blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);

@@ -27,3 +27,9 @@ def test_weights_are_there_before_a_mapping_server_is_ready(files: str) -> None:
     found = {row["what"]: row for row in summary("engine-zen3-start.json") if row["files"] == files}
     for ours in ("moorage", "moorage, packed"):
         assert found[ours]["weights"] < found["llama.cpp"]["ready"]
+
+
+def test_matrix_instructions_of_arm_save_instructions() -> None:
+    for row in summary("arm-instructions.json"):
+        assert row["arithmetic of base"] <= 3 / 4, row
+        assert row["rows"] == 1 or row["all of base"] <= 1 / 3, row
