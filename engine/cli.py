@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.arguments import plain
 from engine.config import EngineConfig
 from engine.experts_cli import experts
 from engine.http_cli import FAST, LINK, PIN, PLACEMENT, URL, UserError, call, check_model_path, parse_size
@@ -261,7 +262,14 @@ def memory_set(
 def main() -> None:
     logging.captureWarnings(True)
     try:
+        given = plain(serve, sys.argv[2:]) if sys.argv[1:2] == ["serve"] else None
+        if given is not None:
+            serve(**given)
         cli(standalone_mode=True, prog_name="moorage engine")
+    except typer.Exit as e:
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:  # before the server takes care of it
+        sys.exit(130)
     except UserError as e:
         problem = str(e)
     except MemoryError:
