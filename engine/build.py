@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine import tensors
-from engine.config import EngineConfig, in_place_wanted
+from engine.config import EngineConfig, in_place_wanted, without_effect
 from engine.cores import physical_cores
 from engine.experts.budget import Impossible
 from engine.experts.cuda import device_of
@@ -82,6 +82,8 @@ class Parts:
 
 def build(config: EngineConfig, progress: Progress) -> Parts:
     """Load the model and allocate its caches. Raises BuildError."""
+    for line in without_effect(config):
+        log.warning(line)
     ops = choose_kernels(config.kernels, config.threads)
     device = device_of(ops)
     library = tensors if ops.name == "cpu" else torch

@@ -5,7 +5,8 @@ Owns names, defaults and ranges of every engine setting. Imports no torch: the A
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -43,12 +44,31 @@ def in_place_wanted(config: EngineConfig) -> bool:
     return not config.fast_bytes and not config.expert_bytes and config.placement in ("", "in_place")
 
 
+def without_effect(config: EngineConfig) -> list[str]:
+    """What was asked for and changes nothing, a line each."""
+    lines = []
+    if config.expert_bytes and not config.experts_pack:
+        lines.append("--expert-memory has no effect without --experts-pack: all experts are loaded")
+    if config.fast_link and (config.kernels == "cuda" or not config.fast_bytes):
+        lines.append("--fast-link has no effect: no fast memory is emulated without --fast-memory, or with --kernels cuda")
+    if config.pin_bytes and config.kernels != "cuda" and not config.fast_bytes:
+        lines.append("--pin-memory has no effect without --fast-memory: nothing is copied")
+    return lines
+
+
 def parse_config(text: str | bytes) -> EngineConfig:
     """Decode and check a JSON configuration. Raises ValueError with one line naming the field and what it must be."""
     try:
         return msgspec.json.decode(text, type=EngineConfig)
     except msgspec.DecodeError as problem:  # ValidationError is a DecodeError
-        raise ValueError(f"engine configuration: {problem}") from None
+        raise ValueError(f"engine configuration: {problem}{_choices(str(problem))}") from None
+
+
+def _choices(problem: str) -> str:
+    """What there is to choose from, where a value is none of it."""
+    found = re.search(r"Invalid enum value .*`\$\.(\w+)`", problem)
+    names = get_args(get_type_hints(EngineConfig)[found[1]]) if found else ()
+    return f"; there are {', '.join(name for name in names if name)}" if names else ""
 
 
 def dump_config(config: EngineConfig) -> str:

@@ -102,6 +102,32 @@ def test_a_wrong_prediction_makes_way_for_what_is_asked_for() -> None:
     world.experts.close()
 
 
+def test_a_right_prediction_hurries_when_it_is_asked_for() -> None:
+    """What it was read behind of has become less urgent than itself."""
+    world, begun, go_on, order = World(EXPERTS), threading.Event(), threading.Event(), []
+    put = world.experts.arena.put
+
+    def slow(key: int, slot: int, part: int) -> int:
+        order.append(key - EXPERTS)
+        if key == EXPERTS + 9:
+            begun.set()
+            go_on.wait(10)
+        return put(key, slot, part)
+
+    world.oracle.says = [9, 10, 11]
+    world.experts.arena.put = slow
+    world.run(0, *one_token(world, [0, 1, 2]))
+    assert begun.wait(10), "the first of them is on its way, two wait behind everything"
+    world.experts.expect([EXPERTS + e for e in (9, 10, 11)])
+    assert world.experts.fetch([2 * EXPERTS]) == [2 * EXPERTS], "somebody else's, asked for now"
+    go_on.set()
+    world.oracle.says = []
+    world.run(1, *one_token(world, [9, 10, 11]))
+    world.experts.settle()
+    assert order[order.index(9) :] == [9, 10, 11, EXPERTS] and world.experts.status()["predictions"]["used"] == 3
+    world.experts.close()
+
+
 def test_who_is_likely_to_come_next_does_not_leave_for_who_is_here() -> None:
     world = World(EXPERTS)
     world.run(1, *one_token(world, [3, 4, 5]))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from engine import experts_cli
 from engine.cli import cli
+from engine.config import EngineConfig, without_effect
 from engine.experts.devices import Device
 from engine.http_cli import UserError
 from engine.kernels.reference import ReferenceOps
@@ -99,6 +100,22 @@ def test_more_threads_than_can_be_is_one_line(model, command: str) -> None:
     pytest.importorskip("engine.kernels.cpu", reason="the native kernels are not built here")
     what = ("plan", model) if command == "plan" else ("bench", "bw")
     assert "--threads 100000: threads: must be in 1..1024; 0 takes one for each core" in refused(*what, "--threads", 100_000)
+
+
+def test_a_wrong_choice_names_what_there_is(model) -> None:
+    told = refused("serve", model, "--placement", "everywhere")
+    assert told.endswith("there are resident, in_place, offload, hybrid, host, stream")
+    assert refused("serve", model, "--expert-policy", "fifo").endswith("there are lru, rate, s3fifo")
+
+
+def test_options_that_change_nothing_are_said_to() -> None:
+    def said(**options: object) -> list[str]:
+        return [line.split()[0] for line in without_effect(EngineConfig(model="m", **options))]
+
+    assert said() == said(experts_pack="p", expert_bytes=1) == said(fast_bytes=1, fast_link=1, pin_bytes=1) == []
+    assert said(expert_bytes=1) == ["--expert-memory"] and said(kernels="cuda", pin_bytes=1) == []
+    assert said(fast_link=1, pin_bytes=1) == ["--fast-link", "--pin-memory"]
+    assert said(kernels="cuda", fast_bytes=1, fast_link=1) == ["--fast-link"]
 
 
 # --- will it fit?
