@@ -43,13 +43,13 @@ const float* Ops::columns(int role, const float* wide, int64_t n, int64_t width,
     if (n == 1 || width == count) return wide + first;
     float* out = room(role, n * count);
     auto held = pool_.hold();
-    rows(n, count, [&](int64_t r) { memcpy(out + r * count, wide + r * width + first, count * sizeof(float)); });
+    rows("columns", n, count, [&](int64_t r) { memcpy(out + r * count, wide + r * width + first, count * sizeof(float)); });
     return out;
 }
 
 void Ops::add(float* x, const float* y, int64_t n) {
     auto held = pool_.hold();
-    rows((n + PIECE - 1) / PIECE, PIECE, [&](int64_t p) {
+    rows("add", (n + PIECE - 1) / PIECE, PIECE, [&](int64_t p) {
         for (int64_t i = p * PIECE; i < std::min(n, (p + 1) * PIECE); i++) x[i] += y[i];
     });
 }
@@ -63,7 +63,7 @@ void Ops::attention_half(const AttentionHalf& a, const Stream& s, const Rotation
     if (a.gate) {
         heads = room(HEADS, n * width);
         auto pool = pool_.hold();
-        rows(n, width, [&](int64_t r) {
+        rows("gate", n, width, [&](int64_t r) {
             const float* from = wide + r * a.in.width;
             float* to = heads + r * width;
             for (int h = 0; h < a.heads; h++) memcpy(to + h * dim, from + 2 * h * dim, dim * sizeof(float));
@@ -79,7 +79,7 @@ void Ops::attention_half(const AttentionHalf& a, const Stream& s, const Rotation
     attention(AttentionJob{q, k_pages, v_pages, mixed, a.heads, a.kv_heads, a.dim, a.scale, a.window}, k, v, seq);
     if (a.gate) {
         auto pool = pool_.hold();
-        rows(n, q_width, [&](int64_t r) {
+        rows("gate", n, q_width, [&](int64_t r) {
             for (int h = 0; h < a.heads; h++) {
                 float* out = mixed + r * q_width + h * dim;
                 kernels_.gate_mul(wide + r * a.in.width + (2 * h + 1) * dim, out, SIGMOID, out, dim);
@@ -101,7 +101,7 @@ void Ops::latent_half(const LatentHalf& a, const Stream& s, const Rotation& rope
         float* latent = room(FIRST, n * first);
         {
             auto pool = pool_.hold();
-            rows(n, first, [&](int64_t r) { kernels_.rms_norm(wide + r * width, a.q_norm, a.eps, false, latent + r * first, first); });
+            rows("norm", n, first, [&](int64_t r) { kernels_.rms_norm(wide + r * width, a.q_norm, a.eps, false, latent + r * first, first); });
         }
         float* made = room(SECOND, n * a.q.rows);
         linear(latent, n, a.q, nullptr, made);
@@ -111,7 +111,7 @@ void Ops::latent_half(const LatentHalf& a, const Stream& s, const Rotation& rope
     float *key = room(THIRD, n * row), *plain = room(FOURTH, n * heads * a.plain), *queries = room(HEADS, n * heads * row);
     {
         auto pool = pool_.hold();
-        rows(n, heads * head + row, [&](int64_t r) {
+        rows("turn", n, heads * head + row, [&](int64_t r) {
             auto turn = [&](const float* from, float* to) {
                 kernels_.rope(from, rope.cos + r * half, rope.sin + r * half, a.interleaved, to, 1, a.turned, rope.rot);
             };
@@ -152,7 +152,7 @@ void Ops::delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, flo
         float* tiles = room(HEADS, n * values);
         const int repeat = d.value_heads / d.key_heads;
         auto pool = pool_.hold();
-        rows(n, values, [&](int64_t r) {
+        rows("columns", n, values, [&](int64_t r) {
             for (int h = 0; h < d.value_heads; h++) {
                 const int to = h % repeat * d.key_heads + h / repeat;
                 memcpy(tiles + r * values + to * d.value_dim, mixed + r * values + h * d.value_dim, d.value_dim * sizeof(float));
@@ -169,7 +169,7 @@ void Ops::delta_half(const DeltaHalf& d, const Stream& s, float* conv_state, flo
 float* Ops::gated(const float* wide, int64_t n, int64_t width, int64_t first, int64_t inter, int act) {
     float* out = room(HEADS, n * inter);
     auto held = pool_.hold();
-    rows(n, inter, [&](int64_t r) {
+    rows("gate", n, inter, [&](int64_t r) {
         const float* gate = wide + r * width + first;
         kernels_.gate_mul(gate, gate + inter, act, out + r * inter, inter);
     });
@@ -195,7 +195,7 @@ void Ops::route_half(const MoeHalf& m, const float* x, int64_t n, int32_t* ids, 
     linear(gated(wide, n, width, m.experts + m.shared_switch, m.shared, m.act), n, m.shared_down, nullptr, always);
     if (!m.shared_switch) return;
     auto held = pool_.hold();
-    rows(n, hidden, [&](int64_t r) {
+    rows("gate", n, hidden, [&](int64_t r) {
         const float one = 1.0f;
         float open;
         kernels_.gate_mul(wide + r * width + m.experts, &one, SIGMOID, &open, 1);

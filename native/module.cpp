@@ -174,6 +174,17 @@ float stream_read(Ops& ops, H data_) {
     return ops.read(t.data, t.size() * DTYPES[t.dtype].size);
 }
 
+// [(what, bytes, tasks, asked, done, [(from, to) of each thread])], in nanoseconds; turns tracing on or off
+nb::list trace(Ops& ops, bool on) {
+    nb::list out;
+    for (const Pool::Traced& t : ops.trace(on)) {
+        nb::list threads;
+        for (const auto& [from, to] : t.threads) threads.append(nb::make_tuple(from, to));
+        out.append(nb::make_tuple(t.part.name, t.part.bytes, t.tasks, t.asked, t.done, threads));
+    }
+    return out;
+}
+
 Ops* make(int threads, const std::string& isa, const std::vector<int>& cpus) {
     if (threads < 1 || threads > 1024) fail("threads: must be in 1..1024");
     if (!cpus.empty() && cpus.size() != (size_t)threads) fail("cpus: must name one for each thread, or none");
@@ -225,7 +236,8 @@ NB_MODULE(_native, m) {
         .def("gate_mul", &gate_mul)
         .def("route", &route, nb::arg("ids"), nb::arg("weights"), nb::arg("logits"), nb::arg("bias").none(), nb::arg("sigmoid"),
              nb::arg("renorm"), nb::arg("scale"), nb::arg("groups"), nb::arg("top_groups"), nb::arg("group_best"))
-        .def("stream_read", &stream_read);
+        .def("stream_read", &stream_read)
+        .def("trace", &trace);
     bind_attention(ops);
     bind_halves(m, ops);
     bind_chain(m, ops);

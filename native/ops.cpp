@@ -31,12 +31,12 @@ const Kernels& kernels(Isa isa) {
 
 void Ops::dequantize(const Matrix& m, float* out) {
     auto held = pool_.hold();
-    rows(m.rows, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + r * m.stride, 0, m.cols, out + r * m.cols); });
+    rows("unpack", m.rows, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + r * m.stride, 0, m.cols, out + r * m.cols); });
 }
 
 void Ops::embed(const Matrix& m, const int32_t* ids, int64_t n, float* out) {
     auto held = pool_.hold();
-    rows(n, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + ids[r] * m.stride, 0, m.cols, out + r * m.cols); });
+    rows("embed", n, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + ids[r] * m.stride, 0, m.cols, out + r * m.cols); });
 }
 
 void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld) {
@@ -44,10 +44,10 @@ void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, 
     void* panel = pool_.shared(PANEL, kernels_.panel_bytes(n, w.cols));
     const size_t scratch = kernels_.linear_scratch(w.format, w.cols);
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
-    pool_.run(ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(panel, w.format, n, w.cols, b, x, nullptr); });
+    pool_.run({"pack"}, ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(panel, w.format, n, w.cols, b, x, nullptr); });
     const LinearJob job{w, panel, n, bias, out, ld ? ld : w.rows};
     const int64_t row_tasks = ceil_div(w.rows, WEIGHT_ROWS);
-    pool_.run(ceil_div(n, TOKENS) * row_tasks, [&](int64_t task, int thread) {
+    pool_.run({"product", w.rows * w.stride}, ceil_div(n, TOKENS) * row_tasks, [&](int64_t task, int thread) {
         const int64_t r = task % row_tasks * WEIGHT_ROWS, t = task / row_tasks * TOKENS;
         const int count = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
         const uint8_t* next = r + count < w.rows ? w.data + (r + count) * w.stride : nullptr;
@@ -115,9 +115,9 @@ bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float*
     uint8_t* packed = nullptr; // all rows, where packing them for every expert anew would cost more than copying
     if (!alone && k > 1 && kernels_.packs_once(up.format)) {
         packed = (uint8_t*)pool_.shared(TABLES, kernels_.panel_bytes(n, up.cols));
-        pool_.run(ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(packed, up.format, n, up.cols, b, x, nullptr); });
+        pool_.run({"pack"}, ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(packed, up.format, n, up.cols, b, x, nullptr); });
     }
-    pool_.run(alone ? 1 : blocks, [&](int64_t i, int) {
+    pool_.run({"pack"}, alone ? 1 : blocks, [&](int64_t i, int) {
         const int64_t g = block_group[i];
         const int32_t* rows = groups.token.data() + groups.offset[g];
         if (packed)
@@ -127,7 +127,7 @@ bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float*
     });
     const int64_t up_tasks = ceil_div(inter, WEIGHT_ROWS), down_tasks = ceil_div(down.rows, WEIGHT_ROWS);
     // Of an expert that is still read: each time the tasks whose rows are there. gate, up and down lie one behind the other.
-    const auto as_far = [&](int64_t tasks, int64_t rows, int64_t before, int64_t stride, const auto& compute) {
+    const auto as_far = [&](Pool::Part part, int64_t tasks, int64_t rows, int64_t before, int64_t stride, const auto& compute) {
         for (int64_t done = 0, ready = tasks; done < tasks; done = ready) {
             if (beyond) {
                 const int64_t here = (*beyond)(before + std::min(rows, (done + 1) * WEIGHT_ROWS) * stride - 1);
@@ -135,11 +135,11 @@ bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float*
                 const int64_t whole = (here - before) / stride;
                 ready = whole >= rows ? tasks : whole / WEIGHT_ROWS;
             }
-            pool_.run(ready - done, [&](int64_t task, int thread) { compute(done + task, pool_.local(thread, 0, scratch)); });
+            pool_.run(part, ready - done, [&](int64_t task, int thread) { compute(done + task, pool_.local(thread, 0, scratch)); });
         }
         return true;
     };
-    const bool up_came = as_far(beyond ? up_tasks : count * up_tasks, inter, inter * up.stride, up.stride, [&](int64_t task, void* own) {
+    const bool up_came = as_far({"gate and up", count * up.rows * up.stride}, beyond ? up_tasks : count * up_tasks, inter, inter * up.stride, up.stride, [&](int64_t task, void* own) {
         const int64_t r = task % up_tasks * WEIGHT_ROWS;
         const int64_t g = task / up_tasks, count = std::min<int64_t>(WEIGHT_ROWS, inter - r);
         const uint8_t* next = nullptr;
@@ -148,11 +148,11 @@ bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float*
         kernels_.moe_up(job, g, r, (int)count, next, own);
     });
     if (!up_came) return false;
-    pool_.run(blocks, [&](int64_t i, int) {
+    pool_.run({"pack hidden"}, blocks, [&](int64_t i, int) {
         const int64_t g = block_group[i];
         kernels_.pack(hidden_panel + down_at[g], down.format, groups.size(g), inter, block_number[i], hidden + groups.offset[g] * inter, nullptr);
     });
-    return as_far(down_tasks, down.rows, 2 * inter * up.stride, down.stride, [&](int64_t task, void* own) {
+    return as_far({"down", count * down.rows * down.stride}, down_tasks, down.rows, 2 * inter * up.stride, down.stride, [&](int64_t task, void* own) {
         const int64_t r = task * WEIGHT_ROWS;
         const int64_t count = std::min<int64_t>(WEIGHT_ROWS, down.rows - r);
         const uint8_t* next = r + count < down.rows ? down.data + groups.expert[0] * downs.stride + (r + count) * down.stride : nullptr;
@@ -162,7 +162,7 @@ bool Ops::moe_as_far(const float* x, int64_t n, const int32_t* ids, const float*
 
 void Ops::moe_merge(const float* parts, const int32_t* ids, const float* weights, int64_t n, int k, int64_t width, float* out) {
     auto held = pool_.hold();
-    rows(n, k * width, [&](int64_t r) {
+    rows("merge", n, k * width, [&](int64_t r) {
         kernels_.moe_merge(parts + r * k * width, ids + r * k, weights + r * k, k, out + r * width, width);
     });
 }
@@ -189,7 +189,7 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
                 tiles.push_back(a);
             }
     }
-    rows((int64_t)sequence.size(), 2 * (int64_t)job.kv_heads * dim, [&](int64_t r) {
+    rows("keep", (int64_t)sequence.size(), 2 * (int64_t)job.kv_heads * dim, [&](int64_t r) {
         const int i = sequence[r];
         const int64_t position = s.start[i] + r - s.cu[i], page = s.pages[(int64_t)i * s.width + position / PAGE];
         for (int h = 0; h < job.kv_heads; h++) {
@@ -220,9 +220,13 @@ void Ops::attention(AttentionJob job, const float* k, const float* v, const Sequ
                 tasks.push_back(one);
             }
     }
-    pool_.run((int64_t)tasks.size(), [&](int64_t i, int thread) { kernels_.attention(job, tasks[i], pool_.local(thread, 0, scratch)); });
+    int64_t seen = 0; // tokens that tasks read, each for its KV head
+    for (const AttentionTask& t : tasks)
+        seen += std::min<int64_t>(t.position + t.nt, (int64_t)t.span1 * PAGE * SPAN_PAGES) - (int64_t)t.span0 * PAGE * SPAN_PAGES;
+    const int64_t page_bytes = seen * dim * (v ? 2 : 1) * (int64_t)sizeof(uint16_t);
+    pool_.run({"attention", page_bytes}, (int64_t)tasks.size(), [&](int64_t i, int thread) { kernels_.attention(job, tasks[i], pool_.local(thread, 0, scratch)); });
     if (split)
-        pool_.run((int64_t)tiles.size(), [&](int64_t i, int) {
+        pool_.run({"fold"}, (int64_t)tiles.size(), [&](int64_t i, int) {
             const AttentionTask& t = tiles[i];
             kernels_.attention_merge(job, t, tasks[first[i]].partial, stride, t.span1 - t.span0);
         });
@@ -237,10 +241,10 @@ void Ops::heads_linear(const float* x, int64_t n, int heads, const Matrix& w, fl
     std::vector<int32_t> row(n * heads); // of head h: its row of every token
     for (int64_t i = 0; i < n * heads; i++) row[i] = (int32_t)(i % n * heads + i / n);
     const int64_t blocks = ceil_div(n, BLOCK), row_tasks = ceil_div(w.rows, WEIGHT_ROWS), each = ceil_div(n, TOKENS) * row_tasks;
-    pool_.run(heads * blocks, [&](int64_t i, int) {
+    pool_.run({"pack"}, heads * blocks, [&](int64_t i, int) {
         kernels_.pack(panels + i / blocks * panel, w.format, n, w.cols, i % blocks, x, row.data() + i / blocks * n);
     });
-    pool_.run(heads * each, [&](int64_t task, int thread) {
+    pool_.run({"product", heads * w.rows * w.stride}, heads * each, [&](int64_t task, int thread) {
         const int64_t h = task / each, r = task % row_tasks * WEIGHT_ROWS, t = task % each / row_tasks * TOKENS;
         const int count = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
         const Matrix m{w.format, w.data + h * w.rows * w.stride, w.rows, w.cols, w.stride};
@@ -260,13 +264,13 @@ void Ops::delta_net(DeltaJob job, int64_t tokens) {
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
     // few tokens: several channel blocks a task
     const int64_t blocks = ceil_div(width, CONV_COLS), step = std::max<int64_t>(1, TASK_ELEMENTS / 4 / (tokens * CONV_COLS));
-    pool_.run(ceil_div(blocks, step), [&](int64_t task, int) {
+    pool_.run({"convolution"}, ceil_div(blocks, step), [&](int64_t task, int) {
         for (int64_t b = task * step; b < std::min(blocks, (task + 1) * step); b++)
             kernels_.delta_conv(job, b * CONV_COLS, (int)std::min<int64_t>(CONV_COLS, width - b * CONV_COLS));
     });
-    rows(tokens, width, [&](int64_t t) { kernels_.delta_gates(job, t); });
+    rows("gates", tokens, width, [&](int64_t t) { kernels_.delta_gates(job, t); });
     const int64_t pieces = ceil_div(job.value_dim, DELTA_COLS), heads = job.value_heads;
-    pool_.run(job.sequences * heads * pieces, [&](int64_t i, int thread) {
+    pool_.run({"states", 2 * job.sequences * heads * job.key_dim * job.value_dim * (int64_t)sizeof(float)}, job.sequences * heads * pieces, [&](int64_t i, int thread) {
         const int c0 = (int)(i % pieces) * DELTA_COLS;
         kernels_.delta_rule(job, (int)(i / pieces / heads), (int)(i / pieces % heads), c0, std::min(DELTA_COLS, job.value_dim - c0),
                             pool_.local(thread, 0, scratch));
@@ -275,25 +279,25 @@ void Ops::delta_net(DeltaJob job, int64_t tokens) {
 
 void Ops::rms_norm(const float* x, const float* w, float eps, bool plus_one, float* out, int64_t n, int64_t dim) {
     auto held = pool_.hold();
-    rows(n, dim, [&](int64_t r) { kernels_.rms_norm(x + r * dim, w, eps, plus_one, out + r * dim, dim); });
+    rows("norm", n, dim, [&](int64_t r) { kernels_.rms_norm(x + r * dim, w, eps, plus_one, out + r * dim, dim); });
 }
 
 void Ops::gated_norm(const float* x, const float* z, const float* w, float eps, float* out, int64_t n, int64_t dim) {
     auto held = pool_.hold();
-    rows(n, dim, [&](int64_t r) { kernels_.gated_norm(x + r * dim, z + r * dim, w, eps, out + r * dim, dim); });
+    rows("norm", n, dim, [&](int64_t r) { kernels_.gated_norm(x + r * dim, z + r * dim, w, eps, out + r * dim, dim); });
 }
 
 void Ops::rope(const float* x, const float* cos, const float* sin, bool interleaved, float* out, int64_t n, int heads, int dim, int rot) {
     auto held = pool_.hold();
     const int64_t width = (int64_t)heads * dim, half = rot / 2;
-    rows(n, width, [&](int64_t r) {
+    rows("turn", n, width, [&](int64_t r) {
         kernels_.rope(x + r * width, cos + r * half, sin + r * half, interleaved, out + r * width, heads, dim, rot);
     });
 }
 
 void Ops::add_norm(float* x, const float* added, const float* w, float eps, float* out, int64_t n, int64_t dim) {
     auto held = pool_.hold();
-    rows(n, dim, [&](int64_t r) {
+    rows("norm", n, dim, [&](int64_t r) {
         for (int64_t i = r * dim; i < (r + 1) * dim; i++) x[i] += added[i];
         kernels_.rms_norm(x + r * dim, w, eps, false, out + r * dim, dim);
     });
@@ -303,7 +307,7 @@ void Ops::turn_heads(float* x, int64_t n, int64_t width, int q_heads, int k_head
                      const float* cos, const float* sin, bool interleaved, int rot) {
     auto held = pool_.hold();
     const int heads = q_heads + k_heads, half = rot / 2;
-    rows(n, width, [&](int64_t r) {
+    rows("turn", n, width, [&](int64_t r) {
         float* row = x + r * width;
         for (int h = 0; q_w && h < heads; h++) kernels_.rms_norm(row + h * dim, h < q_heads ? q_w : k_w, eps, false, row + h * dim, dim);
         if (cos) kernels_.rope(row, cos + r * half, sin + r * half, interleaved, row, heads, dim, rot);
@@ -312,7 +316,7 @@ void Ops::turn_heads(float* x, int64_t n, int64_t width, int q_heads, int k_head
 
 void Ops::gate_mul(const float* gate, const float* up, int act, float* out, int64_t n) {
     auto held = pool_.hold();
-    rows(ceil_div(n, 1024), 1024, [&](int64_t r) {
+    rows("gate", ceil_div(n, 1024), 1024, [&](int64_t r) {
         kernels_.gate_mul(gate + r * 1024, up + r * 1024, act, out + r * 1024, std::min<int64_t>(1024, n - r * 1024));
     });
 }
@@ -321,13 +325,13 @@ void Ops::route(const float* logits, int64_t n, const RouteRule& rule, int32_t* 
     auto held = pool_.hold();
     const int64_t experts = rule.experts, k = rule.k;
     float* scratch = (float*)pool_.shared(TABLES, (2 * n * experts + 16) * sizeof(float));
-    rows(n, experts * k, [&](int64_t r) { kernels_.route(logits + r * experts, rule, ids + r * k, weights + r * k, scratch + 2 * r * experts); });
+    rows("route", n, experts * k, [&](int64_t r) { kernels_.route(logits + r * experts, rule, ids + r * k, weights + r * k, scratch + 2 * r * experts); });
 }
 
 float Ops::read(const uint8_t* data, int64_t bytes) {
     auto held = pool_.hold();
     constexpr int64_t STEP = 1 << 18;
     std::vector<float> parts(ceil_div(bytes, STEP));
-    pool_.run((int64_t)parts.size(), [&](int64_t i, int) { parts[i] = kernels_.read(data + i * STEP, std::min(STEP, bytes - i * STEP)); });
+    pool_.run({"read", bytes}, (int64_t)parts.size(), [&](int64_t i, int) { parts[i] = kernels_.read(data + i * STEP, std::min(STEP, bytes - i * STEP)); });
     return std::accumulate(parts.begin(), parts.end(), 0.0f);
 }

@@ -61,6 +61,10 @@ public:
     void gate_mul(const float* gate, const float* up, int act, float* out, int64_t n);
     void route(const float* logits, int64_t rows, const RouteRule& rule, int32_t* ids, float* weights);
     float read(const uint8_t* data, int64_t bytes);
+    std::vector<Pool::Traced> trace(bool on) {
+        auto held = pool_.hold();
+        return pool_.trace(on);
+    }
 
     // halves.h
     static constexpr int ROLES = 10;
@@ -79,9 +83,9 @@ private:
     static constexpr int64_t TASK_ELEMENTS = 8192; // elementwise work below ~2 us is cheaper than waking a thread
 
     // f(row) for every row, several rows a task so that a task is worth waking a thread for.
-    template <class Body> void rows(int64_t n, int64_t row_elements, const Body& f) {
+    template <class Body> void rows(const char* name, int64_t n, int64_t row_elements, const Body& f) {
         const int64_t step = std::max<int64_t>(1, TASK_ELEMENTS / std::max<int64_t>(1, row_elements));
-        pool_.run((n + step - 1) / step, [&](int64_t task, int) {
+        pool_.run({name}, (n + step - 1) / step, [&](int64_t task, int) {
             for (int64_t r = task * step; r < std::min(n, (task + 1) * step); r++) f(r);
         });
     }

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <chrono>
 #include <new>
 #include <sched.h>
 #include <sys/mman.h>
@@ -75,17 +76,34 @@ void Pool::start() {
     for (int i = 1; i < threads_; i++) workers_->emplace_back(&Pool::work, this, i, seen);
 }
 
-void Pool::dispatch(int64_t tasks, Fn fn, void* self) {
+static int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+std::vector<Pool::Traced> Pool::trace(bool on) {
+    tracing_ = on;
+    return std::exchange(traced_, {});
+}
+
+void Pool::dispatch(Part part, int64_t tasks, Fn fn, void* self) {
     if (tasks <= 0) return;
-    if (threads_ == 1 || tasks == 1) {
+    const int64_t asked = tracing_ ? nanoseconds() : 0;
+    const bool alone = threads_ == 1 || tasks == 1;
+    if (alone) {
         for (int64_t t = 0; t < tasks; t++) fn(self, t, 0);
-        return;
+    } else {
+        fn_ = fn, self_ = self;
+        spread(tasks);
     }
+    if (!tracing_) return;
+    traced_.push_back(Traced{part, tasks, asked, nanoseconds(), {}});
+    for (int i = 0; !alone && i < threads_; i++) traced_.back().threads.emplace_back(ranges_[i].from, ranges_[i].to);
+}
+
+void Pool::spread(int64_t tasks) {
     if (owner_ != getpid()) start();
-    fn_ = fn, self_ = self;
     for (int64_t i = 0; i < threads_; i++) {
         ranges_[i].next.store(i * tasks / threads_, std::memory_order_relaxed);
         ranges_[i].end = (i + 1) * tasks / threads_;
+        ranges_[i].from = ranges_[i].to = 0;
     }
     gate_.store(OPEN, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
@@ -97,10 +115,12 @@ void Pool::dispatch(int64_t tasks, Fn fn, void* self) {
 }
 
 void Pool::take(int thread) {
+    if (tracing_) ranges_[thread].from = nanoseconds();
     for (int i = 0; i < threads_; i++) {
         Range& r = ranges_[(thread + i) % threads_];
         for (int64_t t; (t = r.next.fetch_add(1, std::memory_order_relaxed)) < r.end;) fn_(self_, t, thread);
     }
+    if (tracing_) ranges_[thread].to = nanoseconds();
 }
 
 void Pool::work(int thread, uint64_t seen) {

