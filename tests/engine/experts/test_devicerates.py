@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from engine.experts.split import Rates
 from engine.kernels.reference import ReferenceOps
 from engine.plan import on_device
 from tests.engine.experts.tiers import kernels
+from tests.support.cuda import cuda_kernels
 from tests.support.late import Late, LateOps
 from tests.support.tiny import make_tiny
 
@@ -53,12 +55,21 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(devicerates.measure_read, "__defaults__", (1 << 20,))
 
 
-def test_link_by_size_memory_and_kernels_alone_and_beside_copies_without_a_race() -> None:
-    late, said = Late(), []
-    found = measure_device(
-        late, LateOps(kernels("cpu"), late), "made up", ["BF16", "Q4_K"], lambda name, _: said.append(name), 1 << 20
-    )
+@pytest.fixture(params=["made up", pytest.param("gpu", marks=pytest.mark.gpu)])
+def measured(request) -> Iterator[tuple]:
+    """A device, and kernels that compute on it."""
+    if request.param == "gpu":
+        ops = cuda_kernels("gpu")
+        yield cuda.device_of(ops), ops
+        return
+    late = Late()
+    yield late, LateOps(kernels("cpu"), late)
     late.check()
+
+
+def test_link_by_size_memory_and_kernels_alone_and_beside_copies_without_a_race(measured) -> None:
+    said: list[str] = []
+    found = measure_device(*measured, "device", ["BF16", "Q4_K"], lambda name, _: said.append(name), 1 << 20)
     assert sorted(found.link) == [4 << 10, 64 << 10] and found.read.rate > 0 and sorted(found.formats) == ["BF16", "Q4_K"]
     assert all(min(own.alone.rate, own.shared.rate, own.link.rate) > 0 for own in found.formats.values())
     assert "copies of 4 KiB to it" in said and "copies beside Q4_K" in said

@@ -291,6 +291,31 @@ def test_the_machine_is_told_by_what_the_kernel_shows(tmp_path, monkeypatch) -> 
     assert abs(here.memory - os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) <= 1 << 29
 
 
+def test_copies_are_under_way_while_kernels_are_measured_beside_them_and_only_then(monkeypatch) -> None:
+    under_way, seen, real = [], [], calibrate.Copying
+
+    class Noted(real):
+        def __enter__(self):
+            under_way.append(self)
+            return real.__enter__(self)
+
+        def __exit__(self, *problem: object) -> None:
+            real.__exit__(self, *problem)
+            under_way.remove(self)
+            assert self._moved > 0
+
+    def settled(measure) -> Figure:
+        while under_way and not under_way[0]._moved:
+            pass  # its thread begins
+        seen.append((bool(under_way), measure() > 0))
+        return STEADY
+
+    for name, value in (("Copying", Noted), ("settle", settled), ("HIDDEN", 256), ("INTER", 256), ("ROUND_S", 0.001)):
+        monkeypatch.setattr(calibrate, name, value)
+    calibrate.measure_format(ReferenceOps(), "F32", 1 << 20)
+    assert seen == [(False, True), (False, True), (True, True)], "kernels alone, copies alone, kernels beside copies"
+
+
 def test_native_kernels_are_told_by_their_build(tmp_path, monkeypatch) -> None:
     native = pytest.importorskip("engine._native", reason="the native kernels are not built here")
     ops, said = kernels("cpu"), []
