@@ -39,7 +39,7 @@ inline size_t panel_bytes(int64_t rows, int64_t cols) {
     const size_t steps = steps_of(cols) * sizeof(XStep);
     row = row > steps ? row : steps;
 #endif
-#if defined(MOORAGE_F8)
+#if defined(MOORAGE_F8) || defined(MOORAGE_BF16)
     row += sizeof(float); // behind all rows, what takes a row's sums down to their size
 #endif
     return rows * row;
@@ -51,7 +51,7 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
     if (with_integers(format, [&]<class C>() { pack_integers<C>((XStep*)panel, rows, cols, b, x, index); })) return;
 #endif
 #if defined(MOORAGE_BF16)
-    if (format == Format::BF16) return pack_bf16((bfloat16x8_t*)panel, rows, cols, b, x, index);
+    if (format == Format::BF16 || format == Format::F8_E4M3) return pack_bf16((bfloat16x8_t*)panel, rows, cols, b, x, index);
 #endif
     const int64_t ld = padded(cols);
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
@@ -267,7 +267,8 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
     }
 #endif
 #if defined(MOORAGE_BF16)
-    if (m.format == Format::BF16) return products_bf16(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
+    if (m.format == Format::BF16) return products_bf16<false>(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
+    if (m.format == Format::F8_E4M3) return products_bf16<true>(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
 #endif
     with_reader(m.format, [&]<class Reader>() {
         if (rows > FEW) return blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);

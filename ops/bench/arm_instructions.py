@@ -23,7 +23,7 @@ from tests.native import arm, program  # noqa: E402
 from tests.native.helpers import block_bytes  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results" / "arm-instructions.json"
-KINDS = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "IQ2_XXS", "MXFP4", "NVFP4", "BF16")
+KINDS = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "IQ2_XXS", "MXFP4", "NVFP4", "F8_E4M3", "BF16")
 WEIGHT_ROWS, COLS, FEW, MANY = 32, 512, 1, 32
 PRODUCT = re.compile(r"fmla|fmadd|smmla|bfmmla")
 MEMORY = re.compile(r"ld|st|prfm")

@@ -69,6 +69,17 @@ def check_values_that_are_not_finite(run: Run) -> None:
             assert not torch.isfinite(out[1]).any() and same_bits(out[[0, 2]], want[[0, 2]]), kind
 
 
+def check_fp8(run: Run) -> None:
+    """Rows of any size, and numbers that are none: they spoil their own row of weights alone."""
+    x, w, sizes = torch.rand(5, 256, generator=gen(26)) + 0.5, block_bytes("F8_E4M3", rows=7, cols=256, seed=5), (-126, -60, 100)
+    clean, *others = run([product(x * 2.0**e, "F8_E4M3", w) for e in (0, *sizes)])
+    for e, out in zip(sizes, others, strict=True):
+        close(out * 2.0**-e, clean, 3e-5)
+    w.data[2, 132 + 4 + 77], w.data[5, 4] = 0x7F, 0xFF
+    (out,), kept = run([product(x, "F8_E4M3", w)]), [0, 1, 3, 4, 6]
+    assert out[:, [2, 5]].isnan().all() and same_bits(out[:, kept].contiguous(), clean[:, kept].contiguous())
+
+
 def check_floats_of_any_shape(run: Run, truth: ReferenceOps, exact: float) -> None:
     given = []
     for rows, n, k in ((1, 32, 64), (3, 33, 40), (17, 70, 129), (20, 5, 512), (1, 1, 1)):

@@ -89,6 +89,7 @@ def test_products_at_the_edges(machine, arm, truth) -> None:
     program_edges.check_largest_numbers(arm)
     program_edges.check_values_that_are_not_finite(arm)
     program_edges.check_many_rows(arm)
+    program_edges.check_fp8(arm)
 
 
 def test_experts(machine, truth, fma) -> None:
