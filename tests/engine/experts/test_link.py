@@ -156,7 +156,7 @@ def test_what_is_queued_when_it_closes_fails(parts: int) -> None:
 
 def test_one_piece_at_a_time_of_what_is_behind() -> None:
     lock, at_once, most = threading.Lock(), 0, 0
-    real = threading.Event()
+    begun, real = threading.Event(), threading.Event()
 
     def copy(key: int, slot: int, part: int) -> int:
         nonlocal at_once, most
@@ -166,6 +166,7 @@ def test_one_piece_at_a_time_of_what_is_behind() -> None:
         with lock:
             at_once += 1
             most = max(most, at_once)
+        begun.set()
         assert real.wait(10), "a worker is free for what is needed meanwhile"
         with lock:
             at_once -= 1
@@ -173,6 +174,9 @@ def test_one_piece_at_a_time_of_what_is_behind() -> None:
 
     link = Link(copy, workers=4, parts=4)
     link.submit(fetches(0, 1), behind=True)
+    assert begun.wait(10)
+    with link._lock:
+        assert not link._can_begin(), "seven pieces are left, and three workers have nothing to do"
     link.submit(fetches(9))
     for key in (9, 0, 1):
         link.wait(key)
