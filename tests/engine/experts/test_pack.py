@@ -8,7 +8,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from engine.experts import filepool
+from engine.experts import executor, filepool
 from engine.experts.call import Unreadable
 from engine.experts.executor import Tier, TieredExperts
 from engine.experts.filepool import PIECE, Pack
@@ -162,8 +162,11 @@ def test_experts_are_read_past_the_page_cache(tmp_path) -> None:
     assert fcntl.fcntl(Pack(tmp_path / "p").file, fcntl.F_GETFL) & os.O_DIRECT
 
 
-def test_an_expert_is_verified_when_it_is_first_read_and_not_again(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("link", ["the native reader", "threads of Python"])
+def test_an_expert_is_verified_when_it_is_first_read_and_not_again(tmp_path, monkeypatch, link: str) -> None:
     ops, generator, seen = kernels("reference"), torch.Generator().manual_seed(1), []
+    if link != "the native reader":
+        monkeypatch.setattr(executor, "reads_by_itself", lambda pool: False)
     pack(tmp_path / "p", banks(ops, "f32"))
     real = filepool.xxhash.xxh3_64
     monkeypatch.setattr(filepool.xxhash, "xxh3_64", lambda: seen.append(1) or real())
