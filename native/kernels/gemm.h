@@ -97,7 +97,7 @@ template <class Reader> constexpr bool HAS_ODD = requires(Reader r) { r.odd; };
 // T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
 template <class Reader, int T>
 __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : NREG == 2 && T >= 3 ? 1 : 2, UNROLL = Reader::UNROLL; // sums fit registers
+    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : 2, UNROLL = Reader::UNROLL; // sums fit registers
     const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
     for (int r = 0; r < nr; r += R) {
         const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = rows_ahead(base - r * m.stride, m.stride, r, nr, R, next);
@@ -148,6 +148,50 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
         }
     }
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// As `stream`, for T rows of x that would not stay in L1 beside a row of weights: PART groups of columns at a time, of all rows [r0, r0 + nr),
+// their partial sums in memory in between.
+template <class Reader, int T>
+__attribute__((noinline)) void stream_parts(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
+    constexpr int PART = 32, UNROLL = Reader::UNROLL; // 1,024 columns: 16 KB of four rows of x
+    const int64_t ld = padded(m.cols), groups = ld / GROUP, step = m.stride / groups;
+    const uint8_t* base = m.data + r0 * m.stride;
+    float kept[BLOCK][T][LANES];
+    for (int64_t part = 0; part < groups; part += PART) {
+        const bool last = part + PART >= groups;
+        const int64_t end = last ? groups : part + PART;
+        const uint8_t *here = base + part * step, *then = last ? next : here + PART * step;
+        for (int r = 0; r < nr; r++) {
+            const uint8_t *ahead = rows_ahead(here, m.stride, r, nr, 1, then, PART * step), *line = ahead;
+            Reader w(m.format, base + r * m.stride, m.cols);
+            F acc[T];
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) acc[t] = part ? load(kept[r][t]) : zero();
+            for (int64_t eight = part; eight < end; eight += 8) {
+                w.begin(eight);
+                for (int64_t g0 = eight; g0 < end && g0 < eight + 8; g0 += UNROLL)
+#pragma GCC unroll 8
+                    for (int u = 0; u < UNROLL; u++) {
+                        const int64_t g = g0 + u;
+                        prefetch(line, ahead + (g - part + 1) * step);
+                        in_order();
+                        F a, b;
+                        w.group(g, a, b);
+#pragma GCC unroll 4
+                        for (int t = 0; t < T; t++) acc[t] = fma(b, load(x + t * ld + GROUP * g + 16), fma(a, load(x + t * ld + GROUP * g), acc[t]));
+                    }
+            }
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++)
+                if (last)
+                    c[t * BLOCK + r] = sum(acc[t]);
+                else
+                    store(kept[r][t], acc[t]);
+        }
+    }
+}
+#endif
 
 // Columns [k0, k1) of a row as float32, sixteen at a time to put(which, sixteen); k0 is a multiple of 256, k1 one of 32.
 template <class Reader, class Put>
@@ -275,8 +319,11 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
         const int64_t ld = padded(m.cols);
         int64_t t = 0;
         x += at * ld;
-        for (; NREG <= 2 && t + 4 <= n; t += 4) stream<Reader, NREG <= 2 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
-        if (NREG == 2 && t + 3 == n) return stream<Reader, NREG == 2 ? 3 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if (n == 4) return stream_parts<Reader, 4>(m, r0, nr, x, next, s.c);
+        if (n == 3) return stream_parts<Reader, 3>(m, r0, nr, x, next, s.c);
+#endif
+        for (; NREG == 1 && t + 4 <= n; t += 4) stream<Reader, NREG == 1 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
         for (; t + 2 <= n; t += 2) stream<Reader, 2>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
         if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
     });

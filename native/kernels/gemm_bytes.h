@@ -44,39 +44,50 @@ template <class C> inline __attribute__((always_inline)) void numbers_of(const u
     for (int v = 0; v < 8 / C::PARTS; v++) to[v] = C::number(b, raw, v);
 }
 
-// T rows of x against rows [r0, r0 + nr), one after the other: so the hardware's streams follow what is read. Sums stay in registers.
+// T rows of x against rows [r0, r0 + nr), one after the other: so the hardware's streams follow what is read. Three or four rows of x are more than
+// L1 holds and are multiplied PART steps at a time, with all rows; in between the sums are in memory.
 template <class C, int T>
 __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
     constexpr int LINES = (C::BYTES + 63) / 64;
-    const int64_t steps = steps_of(m.cols);
+    const int64_t steps = steps_of(m.cols), PART = T > 2 ? 4 : steps;
     const Steps<C> in(m);
     alignas(32) uint8_t last[C::BYTES];
+    alignas(32) float kept[BLOCK][T][8];
     const uint8_t* base = m.data + r0 * m.stride;
-    for (int r = 0; r < nr; r++) {
-        const uint8_t *row = base + r * m.stride, *line = rows_ahead(base, m.stride, r, nr, 1, next);
-        __m256 acc[T];
+    for (int64_t s0 = 0; s0 < steps; s0 += PART) {
+        const int64_t end = s0 + PART < steps ? s0 + PART : steps;
+        const uint8_t *here = base + s0 * C::BYTES, *then = end < steps ? here + PART * C::BYTES : next;
+        for (int r = 0; r < nr; r++) {
+            const uint8_t *row = base + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, 1, then, T > 2 ? PART * C::BYTES : m.stride);
+            __m256 acc[T];
 #pragma GCC unroll 4
-        for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-        for (int64_t s = 0; s < steps; s++, line += C::BYTES) {
+            for (int t = 0; t < T; t++) acc[t] = s0 ? _mm256_load_ps(kept[r][t]) : _mm256_setzero_ps();
+            for (int64_t s = s0; s < end; s++, line += C::BYTES) {
 #pragma GCC unroll 8
-            for (int i = 0; i < LINES; i++) __builtin_prefetch(line + 64 * i, 0, 2);
-            const uint8_t* b = in.at(row, s, last);
-            in_order(); // x comes from memory for every row: kept in registers it would be spilled
-            Scales<C> scales;
-            C::scales(b, scales);
+                for (int i = 0; i < LINES; i++) __builtin_prefetch(line + 64 * i, 0, 2);
+                const uint8_t* b = in.at(row, s, last);
+                in_order(); // x comes from memory for every row: kept in registers it would be spilled
+                Scales<C> scales;
+                C::scales(b, scales);
 #pragma GCC unroll 2
-            for (int part = 0; part < C::PARTS; part++) {
-                __m256i numbers[8 / C::PARTS];
-                numbers_of<C>(b, part, numbers);
+                for (int part = 0; part < C::PARTS; part++) {
+                    __m256i numbers[8 / C::PARTS];
+                    numbers_of<C>(b, part, numbers);
 #pragma GCC unroll 4
-                for (int t = 0; t < T; t++) {
-                    const XStep& step = x[s * rows + t];
-                    acc[t] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[t]));
-                    if (T > 1) in_order();
+                    for (int t = 0; t < T; t++) {
+                        const XStep& step = x[s * rows + t];
+                        acc[t] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[t]));
+                        if (T > 1) in_order();
+                    }
                 }
             }
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++)
+                if (end < steps)
+                    _mm256_store_ps(kept[r][t], acc[t]);
+                else
+                    c[t * BLOCK + r] = total(acc[t]);
         }
-        for (int t = 0; t < T; t++) c[t * BLOCK + r] = total(acc[t]);
     }
 }
 

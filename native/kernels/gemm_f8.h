@@ -63,51 +63,61 @@ template <int R> inline bool nan_f8(const uint8_t* const* p) {
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(most, _mm256_set1_epi8((char)0xff))) != 0;
 }
 
-// T rows of x, `ld` apart, against rows [r0, r0 + nr).
+// T rows of x, `ld` apart, against rows [r0, r0 + nr). Three or four rows of x are more than L1 holds and are multiplied PART columns at a time, with
+// all rows; in between the sums are in memory.
 template <int T> __attribute__((noinline)) void few_f8(const Matrix& m, int64_t r0, int nr, const float* x, const float* down, const uint8_t* next, float* c) {
     constexpr int R = T <= 2 ? 2 : 1;
-    const int64_t ld = m.cols;
-    for (int r = 0; r < nr; r += R) {
-        const uint8_t *base = m.data + (r0 + r) * m.stride, *line = rows_ahead(base - r * m.stride, m.stride, r, nr, R, next);
-        const uint8_t* p[R];
-        for (int i = 0; i < R; i++) p[i] = base + (r + i < nr ? i : 0) * m.stride;
-        F acc[T][R];
-        for (auto& row : acc)
-            for (F& a : row) a = zero();
-        for (int64_t k = 0; k < ld; k += F8_BLOCK) {
-            const bool odd = nan_f8<R>(p);
-            F sums[T][R];
+    const int64_t ld = m.cols, PART = T > 2 ? 8 * F8_BLOCK : ld;
+    float kept[BLOCK][T][LANES];
+    for (int64_t k0 = 0; k0 < ld; k0 += PART) {
+        const int64_t end = k0 + PART < ld ? k0 + PART : ld;
+        const uint8_t *here = m.data + r0 * m.stride + k0 / F8_BLOCK * F8_BYTES, *then = end < ld ? here + PART / F8_BLOCK * F8_BYTES : next;
+        for (int r = 0; r < nr; r += R) {
+            const uint8_t *base = here + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, R, then, T > 2 ? PART / F8_BLOCK * F8_BYTES : m.stride);
+            const uint8_t* p[R];
+            for (int i = 0; i < R; i++) p[i] = base + (r + i < nr ? i : 0) * m.stride;
+            F acc[T][R];
+            for (int t = 0; t < T; t++)
+                for (int i = 0; i < R; i++) acc[t][i] = k0 ? load(kept[r + i][t]) : zero();
+            for (int64_t k = k0; k < end; k += F8_BLOCK) {
+                const bool odd = nan_f8<R>(p);
+                F sums[T][R];
 #pragma GCC unroll 4
-            for (int g = 0; g < 4; g++) {
+                for (int g = 0; g < 4; g++) {
 #pragma GCC unroll 2
-                for (int i = 0; i < R; i++, line += F8_BYTES / 4) __builtin_prefetch(line, 0, 2); // nearly every line twice: a tenth faster than once
-                in_order();
+                    for (int i = 0; i < R; i++, line += F8_BYTES / 4) __builtin_prefetch(line, 0, 2); // nearly every line twice: a tenth faster than once
+                    in_order();
 #pragma GCC unroll 2
-                for (int i = 0; i < R; i++) {
-                    __m256 w[4];
-                    widen_f8(p[i] + 4 + GROUP * g, w);
+                    for (int i = 0; i < R; i++) {
+                        __m256 w[4];
+                        widen_f8(p[i] + 4 + GROUP * g, w);
 #pragma GCC unroll 4
-                    for (int t = 0; t < T; t++) {
-                        const float* v = x + t * ld + k + GROUP * g;
-                        F& s = sums[t][i];
+                        for (int t = 0; t < T; t++) {
+                            const float* v = x + t * ld + k + GROUP * g;
+                            F& s = sums[t][i];
 #pragma GCC unroll 4
-                        for (int q = 0; q < 4; q++) {
-                            const VF column = (VF)_mm256_loadu_ps(v + 8 * q);
-                            s.r[q % 2] = fma_reg((VF)w[q], column, g == 0 && q < 2 ? VF{} : s.r[q % 2]);
+                            for (int q = 0; q < 4; q++) {
+                                const VF column = (VF)_mm256_loadu_ps(v + 8 * q);
+                                s.r[q % 2] = fma_reg((VF)w[q], column, g == 0 && q < 2 ? VF{} : s.r[q % 2]);
+                            }
                         }
                     }
                 }
-            }
 #pragma GCC unroll 2
-            for (int i = 0; i < R; i++) {
-                const F d = splat(__builtin_expect(odd, 0) && nan_f8<1>(p + i) ? __builtin_nanf("") : f32(p[i]));
+                for (int i = 0; i < R; i++) {
+                    const F d = splat(__builtin_expect(odd, 0) && nan_f8<1>(p + i) ? __builtin_nanf("") : f32(p[i]));
 #pragma GCC unroll 4
-                for (int t = 0; t < T; t++) acc[t][i] = fma(d, sums[t][i], acc[t][i]);
-                p[i] += F8_BYTES;
+                    for (int t = 0; t < T; t++) acc[t][i] = fma(d, sums[t][i], acc[t][i]);
+                    p[i] += F8_BYTES;
+                }
             }
+            for (int t = 0; t < T; t++)
+                for (int i = 0; i < R && r + i < nr; i++)
+                    if (end < ld)
+                        store(kept[r + i][t], acc[t][i]);
+                    else
+                        c[t * BLOCK + r + i] = sum(acc[t][i]) * down[t];
         }
-        for (int t = 0; t < T; t++)
-            for (int i = 0; i < R && r + i < nr; i++) c[t * BLOCK + r + i] = sum(acc[t][i]) * down[t];
     }
 }
 

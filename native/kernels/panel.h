@@ -15,8 +15,8 @@ inline void prefetch(const uint8_t*& line, const uint8_t* to) {
 
 // Where the rows begin whose lines come while `together` rows from row r of nr are multiplied: behind those at least 4 KB, what a core reads in
 // 250 ns, two latencies of a memory that is not busy; in the next block where this one ends. Closer, lines came late on Zen 3.
-inline const uint8_t* rows_ahead(const uint8_t* base, int64_t stride, int r, int nr, int together, const uint8_t* next) {
-    const int64_t once = together * stride, row = r + together * (1 + (4095 + once) / once);
+inline const uint8_t* rows_ahead(const uint8_t* base, int64_t stride, int r, int nr, int together, const uint8_t* next, int64_t read = 0) {
+    const int64_t once = together * (read ? read : stride), row = r + together * (1 + (4095 + once) / once); // `read` bytes of every row, or all
     return row < nr ? base + row * stride : next ? next + (row - nr) * stride : base;
 }
 
