@@ -58,7 +58,7 @@ __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, con
         const int64_t end = s0 + PART < steps ? s0 + PART : steps;
         const uint8_t *here = base + s0 * C::BYTES, *then = end < steps ? here + PART * C::BYTES : next;
         for (int r = 0; r < nr; r++) {
-            const uint8_t *row = base + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, 1, then, T > 2 ? PART * C::BYTES : m.stride);
+            const uint8_t *row = base + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, 1, then, PART * C::BYTES);
             __m256 acc[T];
 #pragma GCC unroll 4
             for (int t = 0; t < T; t++) acc[t] = s0 ? _mm256_load_ps(kept[r][t]) : _mm256_setzero_ps();

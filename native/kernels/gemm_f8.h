@@ -73,7 +73,7 @@ template <int T> __attribute__((noinline)) void few_f8(const Matrix& m, int64_t 
         const int64_t end = k0 + PART < ld ? k0 + PART : ld;
         const uint8_t *here = m.data + r0 * m.stride + k0 / F8_BLOCK * F8_BYTES, *then = end < ld ? here + PART / F8_BLOCK * F8_BYTES : next;
         for (int r = 0; r < nr; r += R) {
-            const uint8_t *base = here + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, R, then, T > 2 ? PART / F8_BLOCK * F8_BYTES : m.stride);
+            const uint8_t *base = here + r * m.stride, *line = rows_ahead(here, m.stride, r, nr, R, then, PART / F8_BLOCK * F8_BYTES);
             const uint8_t* p[R];
             for (int i = 0; i < R; i++) p[i] = base + (r + i < nr ? i : 0) * m.stride;
             F acc[T][R];

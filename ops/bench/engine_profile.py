@@ -254,14 +254,20 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def options(description: str) -> argparse.ArgumentParser:
+    """What every profile of decode steps is told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory or GGUF file")
     parser.add_argument("--depth", type=numbers, default=[0, 2048], help="context lengths (default 0,2048)")
     parser.add_argument("--rows", type=numbers, default=[1], help="sequences that decode together (default 1)")
-    parser.add_argument("--tokens", type=int, default=64, help="steps measured (default 64)")
     parser.add_argument("--threads", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument("--out", type=Path, help="JSON file")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = options(__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=64, help="steps measured (default 64)")
     return parser.parse_args()
 
 

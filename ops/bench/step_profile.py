@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import machine  # noqa: E402
 import torch  # noqa: E402
-from engine_profile import PLAIN, WARM_UP, Channel, numbers  # noqa: E402
+from engine_profile import PLAIN, WARM_UP, Channel, options  # noqa: E402
 
 from engine import build as building  # noqa: E402
 from engine import worker  # noqa: E402
@@ -203,13 +203,8 @@ def shown(cell: dict) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory or GGUF file")
-    parser.add_argument("--depth", type=numbers, default=[0, 2048], help="context lengths (default 0,2048)")
-    parser.add_argument("--rows", type=numbers, default=[1], help="sequences that decode together (default 1)")
+    parser = options(__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=24, help="steps measured (default 24)")
-    parser.add_argument("--threads", type=int, default=0, help="threads (default: all cores)")
-    parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args()
 
 
