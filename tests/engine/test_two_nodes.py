@@ -104,7 +104,9 @@ def test_mapped_weights_lie_in_turn(answer) -> None:
 
 
 def test_pages_of_conversations_and_slots_of_experts_lie_in_turn(answer) -> None:
-    for places in (*answer["a_model"]["pages"], *answer["slots"]):
+    pages, slots = answer["a_model"]["pages"], answer["slots"]
+    assert pages and slots
+    for places in (*pages, *slots):
         in_turn([places], slack=HUGE)
 
 
