@@ -32,7 +32,7 @@ def rebuild(prefix: PrefixCache, options: dict[str, Any], memory: Elastic) -> di
     Memory is moved first, because that alone can fail; it then leaves everything as it was.
     """
     unknown = sorted(options.keys() - set(FIELDS))
-    if unknown or not options:
+    if unknown or all(value is None for value in options.values()):
         what = f"unknown field {unknown[0]!r}" if unknown else "an empty command"
         raise BadCommand(f"{what}: give {', '.join(FIELDS)}")
     sizes = _sizes(options)

@@ -60,14 +60,12 @@ def trace(
 
 def _watch(address: str, tokens: int) -> None:
     """Until so many are recorded, or the recording ends by itself; says how far it is."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    from engine.progress import progress
 
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=tokens)
+    with progress(str) as update:
         while True:
             seen: dict[str, Any] = call("POST", address, {"action": "progress"})
-            bar.update(task, completed=min(tokens, seen["tokens"]))
+            update(min(tokens, seen["tokens"]), tokens)
             if not seen["recording"] or seen["full"] or seen["tokens"] >= tokens:
                 return
             time.sleep(POLL_S)

@@ -21,22 +21,17 @@ def pack(
 
     Example: moorage engine pack ~/models/Qwen3-30B-A3B /fast/a3b.pack
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
     from engine.build import BuildError, choose_kernels
     from engine.experts.pack import PackError
     from engine.memory import gib
     from engine.models.errors import ModelError
     from engine.packing import pack_model
+    from engine.progress import progress
 
     check_model_path(model)
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns) as bar:
-            task = bar.add_task("", total=None)
-            index = pack_model(
-                model, directory, choose_kernels(kernels, 0), lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        with progress(gib) as update:
+            index = pack_model(model, directory, choose_kernels(kernels, 0), update)
     except (BuildError, ModelError, PackError) as e:
         raise UserError(str(e)) from None
     except OSError as e:

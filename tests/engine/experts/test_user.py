@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine import experts_cli
+from engine import experts_cli, progress
 from engine.cli import cli
 from engine.config import EngineConfig, without_effect
 from engine.experts.devices import Device
@@ -179,9 +179,10 @@ def test_a_trace_says_how_far_it_is_and_leaves_nothing_when_it_fails(monkeypatch
 
     monkeypatch.setattr(experts_cli, "call", engine)
     monkeypatch.setattr(experts_cli, "POLL_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
     done = CliRunner().invoke(cli, ["experts", "trace", str(tmp_path / "r.npz"), "--tokens", "20"])
     assert done.exit_code == 0 and asked == ["start", *["progress"] * 3, "stop"]
-    assert "20/20" in done.stderr and (tmp_path / "r.npz").read_bytes() == b"\0\0\0"
+    assert "14 of 20" in done.stderr and "20 of 20" in done.stderr and (tmp_path / "r.npz").read_bytes() == b"\0\0\0"
     monkeypatch.setattr(experts_cli, "call", lambda *_: (_ for _ in ()).throw(UserError("no engine answers")))
     assert "no engine answers" in refused("experts", "trace", tmp_path / "none.npz")
     assert not (tmp_path / "none.npz").exists()

@@ -207,6 +207,9 @@ async def test_control_over_http(model: Path, tmp_path: Path) -> None:
         assert status["disk"]["records"] > 0 and status["ram"]["pages_free"] < status["ram"]["pages"]
         bad = await server.http.post("/v1/cache/rebuild", json={"flush": "everything"})
         assert bad.status_code == 400 and "ram, disk or all" in bad.json()["error"]["message"]
+        for nothing in ({}, {"kv_bytes": None}, {"flush": None, "session": None}):
+            bad = await server.http.post("/v1/cache/rebuild", json=nothing)
+            assert bad.status_code == 400 and "an empty command" in bad.json()["error"]["message"]
         gone = (await server.http.delete("/v1/cache/sessions/s")).json()
         assert gone["ram_tokens"] > 0 and gone["disk_records"] > 0
         assert (await ask(server, messages))["common"] == 0
