@@ -18,7 +18,7 @@ constexpr IsaInfo ISAS[] = {{Isa::BASE, "base"}, {Isa::AVX2, "avx2"}, {Isa::AVX5
 #endif
 
 // Raised whenever the bits of a result change: tokens computed under another number are not ours to continue.
-constexpr int NUMERICS = 7;
+constexpr int NUMERICS = 8;
 
 // Raised whenever a function of the module takes or returns something else: `engine/kernels/cpu.py` names the number it calls.
 constexpr int ABI = 8;

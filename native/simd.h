@@ -110,6 +110,11 @@ inline float sum(F f) {
     return v[0];
 }
 inline float top(F f) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256 a = _mm256_max_ps((__m256)f.r[0], (__m256)f.r[1]);
+    const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return c[0] > c[1] ? c[0] : c[1];
+#endif
     float v[16];
     store(v, f);
     for (int half = 8; half; half >>= 1)
@@ -165,23 +170,22 @@ inline float f16_float(uint16_t h) {
     return bits_float(u | (uint32_t)(h & 0x8000) << 16);
 }
 
+inline VF widen(const uint16_t* p) { // bf16, a register of them
+#if defined(__AVX512F__)
+    return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+    return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__ARM_NEON)
+    return (VF)vshll_n_u16(vld1_u16(p), 16); // gcc 12 would widen lane by lane
+#else
+    VU16 h;
+    memcpy(&h, p, sizeof h);
+    return (VF)(__builtin_convertvector(h, VU) << 16);
+#endif
+}
 inline F load_bf16(const uint16_t* p) {
     F f;
-#if defined(__AVX512F__)
-    f.r[0] = (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-    return f;
-#elif defined(__AVX2__)
-    MOORAGE_EACH f.r[i_] = (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i_))), 16);
-    return f;
-#elif defined(__ARM_NEON)
-    MOORAGE_EACH f.r[i_] = (VF)vshll_n_u16(vld1_u16(p + 4 * i_), 16); // gcc 12 would widen lane by lane
-    return f;
-#endif
-    MOORAGE_EACH {
-        VU16 h;
-        memcpy(&h, p + i_ * RLANES, sizeof h);
-        f.r[i_] = (VF)(__builtin_convertvector(h, VU) << 16);
-    }
+    MOORAGE_EACH f.r[i_] = widen(p + i_ * RLANES);
     return f;
 }
 inline F load_f16(const uint16_t* p) {
@@ -273,13 +277,11 @@ inline F exp(F x) {
     F out;
     MOORAGE_EACH {
         VF v = x.r[i_];
-        VF c = v < -87.33f ? -87.33f - VF{} : v;
-        c = c > 88.72f ? 88.72f - VF{} : c;
         VF shift = 12582912.0f - VF{}; // 1.5 * 2^23: adding it rounds to an integer held in the low mantissa bits
-        VF n = fma_reg(c, 1.44269504088896341f - VF{}, shift);
+        VF n = fma_reg(v, 1.44269504088896341f - VF{}, shift);
         VI e = (VI)n;
         n -= shift;
-        VF r = fma_reg(n, -0.693359375f - VF{}, c);
+        VF r = fma_reg(n, -0.693359375f - VF{}, v);
         r = fma_reg(n, 2.12194440e-4f - VF{}, r);
         VF p = 1.9875691500e-4f - VF{};
         p = fma_reg(p, r, 1.3981999507e-3f - VF{});
@@ -289,9 +291,8 @@ inline F exp(F x) {
         p = fma_reg(p, r, 5.0000001201e-1f - VF{});
         p = fma_reg(p * r, r, r) + 1.0f;
         p = (VF)((VI)p + (e << 23)); // e is n + a multiple of 2^9 above the mantissa's low bits: the shift keeps n alone
-        p = v < -87.33f ? VF{} : p;
-        p = v > 88.72f ? __builtin_inff() - VF{} : p;
-        out.r[i_] = v != v ? v : p;
+        p = (VF)((VI)p & (v >= -87.33f)); // what comes of other numbers is thrown away
+        out.r[i_] = v <= 88.72f ? p : v + __builtin_inff();
     }
     return out;
 }

@@ -46,7 +46,7 @@ def test_bits_of_a_long_context_do_not_depend_on_chunks_or_threads(ops) -> None:
     n=st.integers(1, 300),
     cuts=st.lists(st.integers(1, 299), max_size=5),
     window=st.sampled_from([None, 3, 64, 100]),
-    shape=st.sampled_from([(8, 1, 64), (4, 2, 32), (2, 2, 24)]),
+    shape=st.sampled_from([(8, 1, 64), (4, 2, 32), (2, 2, 24), (5, 1, 80), (3, 3, 144)]),
 )
 def test_any_chunking_gives_the_same_bits(n: int, cuts: list[int], window, shape) -> None:
     qkv, pages = random_qkv(n, *shape), -(-n // PAGE)

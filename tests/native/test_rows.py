@@ -60,6 +60,12 @@ def test_a_residual_and_its_norm_are_those_of_two_steps(ops, truth, rng, rows: i
     assert torch.equal(theirs, mine)
 
 
+def test_exp_at_its_ends(ops) -> None:
+    gate = torch.tensor([[float("inf"), -float("inf"), float("nan"), 88.8, -88.8]])
+    got = ops.gate_mul(gate, torch.ones_like(gate), "sigmoid")[0]
+    assert got[0] == 1 and got[1] == 0 and got[2].isnan() and got[3] == 1 and got[4] == 0
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "sigmoid"])
 def test_gate_mul(ops, truth, act: str) -> None:
     gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, -0.0, 1e30, -1e30])]).view(-1, 1)

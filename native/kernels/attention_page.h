@@ -1,0 +1,259 @@
+// Queries over one page of keys and values. Included by attention.cpp, inside its namespace.
+//
+// Scores and weighted values are the same product: rows of numbers, one of which at a time is broadcast, times the rows of a panel. A panel of
+// keys has keys in its lanes (their elements are transposed while they are widened), so there are no lanes to fold: a score is one sum over
+// the elements, ascending. A panel of values has elements in its lanes: a value is one sum over the page's keys, ascending. Where in a tile
+// a query or a key stands changes no addition.
+
+constexpr int WIDE = 4; // registers of a row of a panel
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int TILE_QUERIES = 4; // 32 registers: 16 hold sums
+#else
+constexpr int TILE_QUERIES = 3; // 16 registers: 12 hold sums
+#endif
+#if defined(__AVX512F__)
+#define MOORAGE_KEPT "+v"
+#elif defined(__ARM_NEON)
+#define MOORAGE_KEPT "+w"
+#else
+#define MOORAGE_KEPT "+x"
+#endif
+constexpr int PANEL_FLOATS = 4096; // of a panel: half of a first cache of 32 KB
+
+// Keys of a page that a query sees.
+struct Seen {
+    int first, last;
+    bool operator==(const Seen&) const = default;
+};
+
+template <int Q, int W> using Sums = VF[Q][W];
+
+// acc[m][w] += a[m][i] row(i, w), i < n, ascending.
+template <int Q, int W, class Row>
+__attribute__((always_inline)) static inline void multiply(const float* a, int ld, int n, Sums<Q, W>& acc, const Row& row) {
+    for (int i = 0; i < n; i++) {
+        VF number[Q];
+#pragma GCC unroll 4
+        for (int m = 0; m < Q; m++) number[m] = a[m * ld + i] - VF{};
+#pragma GCC unroll 4
+        for (int w = 0; w < W; w++) {
+            VF b = row(i, w);
+            __asm__("" : MOORAGE_KEPT(b)); // as an operand it would be loaded by every product
+#pragma GCC unroll 4
+            for (int m = 0; m < Q; m++) acc[m][w] = fma_reg(number[m], b, acc[m][w]);
+        }
+    }
+}
+static inline VF load_reg(const float* p) {
+    VF r;
+    memcpy(&r, p, REG);
+    return r;
+}
+static inline void store_reg(float* p, VF r) { memcpy(p, &r, REG); }
+
+// Each tile a function: inlined into its loops gcc 12 keeps one of twelve sums in memory, and products wait for its stores.
+template <int Q, int W>
+__attribute__((noinline)) static void score_tile(const float* q, int ld, const float* panel, int n, bool more, float* scores) {
+    Sums<Q, W> acc;
+#pragma GCC unroll 16
+    for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = more ? load_reg(scores + i / W * PAGE + i % W * RLANES) : VF{};
+    multiply<Q, W>(q, ld, n, acc, [&](int i, int w) { return load_reg(panel + (i * W + w) * RLANES); });
+#pragma GCC unroll 16
+    for (int i = 0; i < Q * W; i++) store_reg(scores + i / W * PAGE + i % W * RLANES, acc[i / W][i % W]);
+}
+
+// call(Q, i) for tiles of Q queries that begin at i, in [from, to).
+template <class Call> static inline void tiles(int from, int to, const Call& call) {
+    for (int left = to - from; left > 0; left = to - from) {
+        int n = left < TILE_QUERIES ? left : TILE_QUERIES;
+        if (TILE_QUERIES == 3 && left == 4) n = 2; // two of two: fewer sums than two products in flight would be slow
+        switch (n) {
+        case 1: call(std::integral_constant<int, 1>{}, from); break;
+        case 2: call(std::integral_constant<int, 2>{}, from); break;
+        case 3: call(std::integral_constant<int, 3>{}, from); break;
+        default: call(std::integral_constant<int, TILE_QUERIES>{}, from);
+        }
+        from += n;
+    }
+}
+
+// n elements of a page that is read soon, in address order: pages lie anywhere, so no hardware stream leads there.
+static inline const uint16_t* come_nearer(const uint16_t* from, int n) {
+    for (int i = 0; i < n; i += 32) __builtin_prefetch(from + i, 0, 2);
+    return from + n;
+}
+
+// In every 128 bits: the lower (HALF 0) or the upper elements of both, in turn.
+typedef int64_t VL __attribute__((vector_size(REG)));
+template <int HALF, class V, int... L> static inline V in_turn(V a, V b, std::integer_sequence<int, L...>) {
+    constexpr int ALL = sizeof...(L), SOME = ALL * 16 / REG;
+    return __builtin_shufflevector(a, b, (L / SOME * SOME + HALF * SOME / 2 + L % SOME / 2 + L % 2 * ALL)...);
+}
+template <int HALF> static inline VI dwords(VI a, VI b) { return in_turn<HALF>(a, b, std::make_integer_sequence<int, RLANES>{}); }
+template <int HALF> static inline VI qwords(VI a, VI b) { return (VI)in_turn<HALF>((VL)a, (VL)b, std::make_integer_sequence<int, RLANES / 2>{}); }
+
+// Eight elements of keys 0, 4, 8, ...
+static inline VI eight_elements(const uint16_t* k, int64_t ld) {
+    const auto key = [&](int i) { return k + 4 * i * ld; };
+#if defined(__AVX512F__)
+    __m512i r = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)key(0)));
+    r = _mm512_inserti32x4(r, _mm_loadu_si128((const __m128i*)key(1)), 1);
+    r = _mm512_inserti32x4(r, _mm_loadu_si128((const __m128i*)key(2)), 2);
+    return (VI)_mm512_inserti32x4(r, _mm_loadu_si128((const __m128i*)key(3)), 3);
+#elif defined(__AVX2__)
+    return (VI)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)key(0))), _mm_loadu_si128((const __m128i*)key(1)), 1);
+#else
+    VI r;
+    memcpy(&r, key(0), sizeof r);
+    return r;
+#endif
+}
+
+// Elements [0, n) of W registers of keys, widened: use(d, w, element d of those keys). As many rows of `soon` come nearer.
+template <int W, class Use>
+__attribute__((always_inline)) static inline void keys_in_lanes(const uint16_t* k, int64_t ld, int n, const uint16_t* soon, const Use& use) {
+    for (int d = 0; d < n; d += 8) {
+#pragma GCC unroll 4
+        for (int w = 0; w < W; w++) {
+            const uint16_t* key0 = k + w * RLANES * ld + d;
+            __asm__("" : "+r"(key0)); // gcc would keep a pointer to every key, in memory
+            VI key[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) key[i] = eight_elements(key0 + i * ld, ld);
+            const VI a = dwords<0>(key[0], key[1]), b = dwords<0>(key[2], key[3]), c = dwords<1>(key[0], key[1]), e = dwords<1>(key[2], key[3]);
+            const VI pair[4] = {qwords<0>(a, b), qwords<1>(a, b), qwords<0>(c, e), qwords<1>(c, e)};
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) use(d + 2 * i, w, (VF)((VU)pair[i] << 16)), use(d + 2 * i + 1, w, (VF)((VU)pair[i] & 0xffff0000u));
+            if (soon) soon = come_nearer(soon, RLANES * 8);
+        }
+    }
+}
+
+// A page and the queries that meet it.
+struct Page {
+    const uint16_t *k, *v, *next;      // [PAGE][ld]; next: the keys that are read after these
+    int ld, width, queries, low, high; // some query sees keys [low, high)
+    const float* q;                    // [queries][ld]
+    float *panel, *scores;             // [PANEL_FLOATS], [QUERIES][PAGE]
+    Seen seen[QUERIES];
+};
+
+// Scores of keys [at, at + W registers). One or two queries take no panel, more of them share one.
+template <int Q, int W> __attribute__((noinline)) static void few_scores(const Page& p, int at) {
+    Sums<Q, W> acc;
+#pragma GCC unroll 8
+    for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = VF{};
+    const uint16_t* soon = p.v == p.k ? nullptr : p.v + at * p.ld;
+    keys_in_lanes<W>(p.k + at * p.ld, p.ld, p.ld, soon, [&](int d, int w, VF key) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int m = 0; m < Q; m++) acc[m][w] = fma_reg(p.q[m * p.ld + d] - VF{}, key, acc[m][w]);
+    });
+#pragma GCC unroll 8
+    for (int i = 0; i < Q * W; i++) store_reg(p.scores + i / W * PAGE + at + i % W * RLANES, acc[i / W][i % W]);
+}
+template <int W> __attribute__((noinline)) static void some_scores(const Page& p, int at) {
+    if (p.queries == 1) return few_scores<1, W>(p, at);
+    if (p.queries == 2) return few_scores<2, W>(p, at);
+    constexpr int PIECE = PANEL_FLOATS / (W * RLANES), STEP = W * RLANES;
+    for (int d0 = 0; d0 < p.ld; d0 += PIECE) {
+        const int n = p.ld - d0 < PIECE ? p.ld - d0 : PIECE, from = at * p.ld + d0;
+        const uint16_t* soon = p.v == p.k ? nullptr : p.v + at * p.ld + d0 * STEP;
+        float* panel = p.panel;
+        keys_in_lanes<W>(p.k + from, p.ld, n, soon, [=](int d, int w, VF key) { store_reg(panel + d * STEP + w * RLANES, key); });
+        tiles(0, p.queries, [&](auto tile, int i) {
+            constexpr int Q = decltype(tile)::value;
+            if (p.seen[i + Q - 1].last <= at || p.seen[i].first >= at + STEP) return; // none of these keys is seen
+            score_tile<Q, W>(p.q + i * p.ld + d0, p.ld, p.panel, n, d0 > 0, p.scores + i * PAGE + at);
+        });
+    }
+}
+
+static void page_scores(const Page& p) {
+    for (int at = p.low / RLANES * RLANES, w; at < p.high; at += w * RLANES) {
+        const int left = (p.high - at + RLANES - 1) / RLANES;
+        w = left >= WIDE ? WIDE : left >= 2 ? 2 : 1;
+        if (w == WIDE) some_scores<WIDE>(p, at);
+        else if (w == 2) some_scores<2>(p, at);
+        else some_scores<1>(p, at);
+    }
+}
+
+// Scores become weights; keep: the share of what came before that is kept.
+static void weigh(const Page& p, float* keep, Fold* f) {
+    float next[QUERIES];
+    for (int i = 0; i < p.queries; i++) {
+        keep[i] = 0, next[i] = f[i].most;
+        if (p.seen[i].first >= p.seen[i].last) continue;
+        float* score = p.scores + i * PAGE;
+        for (int n = 0; n < p.seen[i].first; n++) score[n] = -INFINITY;
+        for (int n = p.seen[i].last; n < PAGE; n++) score[n] = -INFINITY;
+        const float now = top(max(max(load(score), load(score + 16)), max(load(score + 32), load(score + 48))));
+        next[i] = now > f[i].most ? now : f[i].most;
+        keep[i] = f[i].most - next[i];
+    }
+    for (int i = 0; i < p.queries; i += 16) store(keep + i, exp(load(keep + i)));
+    for (int i = 0; i < p.queries; i++) {
+        if (p.seen[i].first >= p.seen[i].last) continue;
+        float* score = p.scores + i * PAGE;
+        F total = zero();
+        for (int n = 0; n < PAGE; n += 16) {
+            const F e = exp(load(score + n) - splat(next[i]));
+            store(score + n, e);
+            total = total + e;
+        }
+        f[i].most = next[i];
+        f[i].total = f[i].total * keep[i] + sum(total);
+    }
+}
+
+// values = keep values + weights times v, for W registers of the head that begin at `at`. FRESH: the panel is made meanwhile.
+template <int Q, int W, bool FRESH>
+__attribute__((noinline)) static void value_tile(const Page& p, int query, Seen seen, const float* keep, int at, Fold* f) {
+    constexpr int STEP = W * RLANES;
+    const int64_t ld = p.ld;
+    const int share = (at + STEP >= p.width ? p.ld : at + STEP) - at; // of every row's elements
+    float* panel = p.panel + seen.first * STEP;
+    const uint16_t *v = p.v + seen.first * ld + at, *next = p.next + at * PAGE;
+    Sums<Q, W> acc;
+#pragma GCC unroll 16
+    for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = VF{};
+    multiply<Q, W>(p.scores + query * PAGE + seen.first, PAGE, seen.last - seen.first, acc, [&](int i, int w) __attribute__((always_inline)) {
+        float* row = panel + (i * W + w) * RLANES;
+        if (!FRESH) return load_reg(row);
+        if (w == 0) next = come_nearer(next, share);
+        const VF value = widen(v + i * ld + w * RLANES);
+        store_reg(row, value);
+        return value;
+    });
+#pragma GCC unroll 16
+    for (int i = 0; i < Q * W; i++) {
+        float* value = f[query + i / W].values + at + i % W * RLANES;
+        store_reg(value, fma_reg(load_reg(value), keep[query + i / W] - VF{}, acc[i / W][i % W]));
+    }
+}
+template <int W> static void some_values(const Page& p, const float* keep, int at, Fold* f) {
+    constexpr int STEP = W * RLANES;
+    const bool made = p.seen[0] == p.seen[p.queries - 1]; // else the first queries may not see all of it
+    for (int i = p.low; !made && i < p.high; i++)
+        for (int w = 0; w < W; w++) store_reg(p.panel + i * STEP + w * RLANES, widen(p.v + i * p.ld + at + w * RLANES));
+    for (int from = 0, to; from < p.queries; from = to) {
+        const Seen seen = p.seen[from];
+        for (to = from + 1; to < p.queries && p.seen[to] == seen;) to++;
+        if (seen.first < seen.last)
+            tiles(from, to, [&](auto tile, int i) {
+                constexpr int Q = decltype(tile)::value;
+                if (made && i == 0) value_tile<Q, W, true>(p, i, seen, keep, at, f);
+                else value_tile<Q, W, false>(p, i, seen, keep, at, f);
+            });
+    }
+}
+
+static void page_values(const Page& p, const float* keep, Fold* f) {
+    for (int at = 0, w; at < p.width; at += w * RLANES) {
+        const int left = (p.width - at) / RLANES;
+        w = left >= WIDE ? WIDE : left >= 2 ? 2 : 1;
+        if (w == WIDE) some_values<WIDE>(p, keep, at, f);
+        else if (w == 2) some_values<NREG <= 2 ? 2 : WIDE>(p, keep, at, f);
+        else some_values<NREG == 1 ? 1 : WIDE>(p, keep, at, f); // a width is a multiple of sixteen
+    }
+}
