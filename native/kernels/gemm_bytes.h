@@ -91,6 +91,85 @@ __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, con
     }
 }
 
+// The sums of all numbers times x, a part each, without their scales. Parts and digits of x in turn: products meet sums that do not wait for each other.
+template <class C> inline __attribute__((always_inline)) void all_sums(const __m256i (&numbers)[8], const XStep& x, __m256 (&to)[C::PARTS]) {
+    constexpr int VECTORS = 8 / C::PARTS;
+    __m256i words[C::PARTS][3], sum[C::PARTS][3];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 2
+        for (int part = 0; part < C::PARTS; part++) {
+            const int at = part * VECTORS + v;
+            __m256i pairs[3];
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) pairs[d] = here(_mm256_maddubs_epi16(numbers[at], _mm256_load_si256((const __m256i*)x.digits[d][at])));
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) {
+                words[part][d] = v % C::ADDED ? here(_mm256_add_epi16(words[part][d], pairs[d])) : pairs[d];
+                if (v % C::ADDED < C::ADDED - 1) continue;
+                const __m256i fours = here(_mm256_madd_epi16(words[part][d], _mm256_load_si256((const __m256i*)(d ? ONE.at : UP<C::DIGIT>.at))));
+                sum[part][d] = v < C::ADDED ? fours : here(_mm256_add_epi32(sum[part][d], fours));
+            }
+        }
+#pragma GCC unroll 2
+    for (int part = 0; part < C::PARTS; part++) {
+        __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(sum[part][0], sum[part][1]), C::DIGIT), sum[part][2]);
+        if (!C::PLUS) whole = _mm256_sub_epi32(whole, _mm256_load_si256((const __m256i*)x.offset[part]));
+        to[part] = _mm256_cvtepi32_ps(whole);
+    }
+}
+
+// `total` of eight rows whose partial sums lie `apart` floats apart.
+inline void eight_totals(const float* from, int apart, float* to) {
+    __m256 two[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { // rows i and i + 4
+        const __m256 a = _mm256_load_ps(from + i * apart), b = _mm256_load_ps(from + (i + 4) * apart);
+        two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    const auto halves = [](__m256 a, __m256 b) {
+        const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+        return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    };
+    const __m256 low = halves(two[0], two[1]), high = halves(two[2], two[3]);
+    _mm256_storeu_ps(to, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd)));
+}
+
+// ROUND rows of x, or fewer, against all rows of weights, a step after the other. The next step of x comes to L2 meanwhile: more than 64 rows of 2,048 columns
+// are more than it holds.
+template <class C>
+__attribute__((noinline)) void one_round(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int round, const uint8_t* line, float* c) {
+    const int64_t steps = steps_of(m.cols), more = line ? m.stride / steps : 0;
+    const int64_t share = (round * (int64_t)sizeof(XStep) / nr + 63) / 64 * 64;
+    const Steps<C> in(m);
+    const uint8_t* base = m.data + r0 * m.stride;
+    alignas(32) float acc[BLOCK][ROUND][8] = {};
+    alignas(32) uint8_t last[C::BYTES];
+    for (int64_t s = 0; s < steps; s++) {
+        const uint8_t* soon = (const uint8_t*)(s + 1 < steps ? x + (s + 1) * rows : x + round);
+        for (int r = 0; r < nr; r++) {
+            prefetch(soon, soon + share);
+            prefetch(line, line + more);
+            const uint8_t* b = in.at(base + r * m.stride, s, last);
+            Scales<C> scales;
+            C::scales(b, scales);
+            __m256i numbers[8];
+#pragma GCC unroll 2
+            for (int part = 0; part < C::PARTS; part++) numbers_of<C>(b, part, numbers + part * (8 / C::PARTS));
+            for (int t = 0; t < round; t++) {
+                const XStep& step = x[s * rows + t];
+                __m256 a = _mm256_load_ps(acc[r][t]), sums[C::PARTS];
+                all_sums<C>(numbers, step, sums);
+#pragma GCC unroll 2
+                for (int part = 0; part < C::PARTS; part++) a = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), sums[part], a));
+                _mm256_store_ps(acc[r][t], a);
+            }
+        }
+    }
+    for (int t = 0; t < round; t++)
+        for (int r = 0; r < nr; r += 8) eight_totals(acc[r][t], ROUND * 8, c + t * BLOCK + r); // rows past nr are zeros that nobody reads
+}
+
 // n rows of x, of a panel of `rows`, against rows [r0, r0 + nr): c[t * BLOCK + r].
 template <class C>
 __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
@@ -100,37 +179,7 @@ __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int
         const auto few = n == 1 ? few_rows<C, Pieced<C> ? 2 : 1> : n == 2 ? few_rows<C, 2> : n == 3 ? few_rows<C, 3> : few_rows<C, 4>;
         return few(m, r0, nr, x, rows, next, c);
     }
-    const int64_t steps = steps_of(m.cols);
-    const Steps<C> in(m);
-    alignas(32) float acc[ROUND][BLOCK][8];
-    alignas(32) uint8_t last[C::BYTES];
-    const uint8_t *base = m.data + r0 * m.stride, *line = next ? next : base;
-    for (int64_t t0 = 0; t0 < n; t0 += ROUND) {
-        const int round = (int)(n - t0 < ROUND ? n - t0 : ROUND);
-        memset(acc, 0, round * sizeof acc[0]);
-        for (int64_t s = 0; s < steps; s++)
-            for (int r = 0; r < nr; r++) {
-                if (t0 == 0) {
-                    const uint8_t* to = line + m.stride / steps;
-                    prefetch(line, to);
-                }
-                const uint8_t* b = in.at(base + r * m.stride, s, last);
-                Scales<C> scales;
-                C::scales(b, scales);
-#pragma GCC unroll 2
-                for (int part = 0; part < C::PARTS; part++) {
-                    __m256i numbers[8 / C::PARTS];
-                    numbers_of<C>(b, part, numbers);
-                    for (int t = 0; t < round; t++) {
-                        const XStep& step = x[s * rows + t0 + t];
-                        const __m256 a = _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), _mm256_load_ps(acc[t][r]));
-                        _mm256_store_ps(acc[t][r], plus<C>(scales, step, part, a));
-                    }
-                }
-            }
-        for (int t = 0; t < round; t++)
-            for (int r = 0; r < nr; r++) c[(t0 + t) * BLOCK + r] = total(_mm256_load_ps(acc[t][r]));
-    }
+    for (int64_t t = 0; t < n; t += ROUND) one_round<C>(m, r0, nr, x + t, rows, (int)(n - t < ROUND ? n - t : ROUND), t ? nullptr : next ? next : m.data + r0 * m.stride, c + t * BLOCK);
 }
 
 } // namespace MOORAGE_ISA
