@@ -8,19 +8,27 @@
 #pragma once
 #include "groups.h"
 #include "kscales.h"
+#include <bit>
 
 namespace MOORAGE_ISA {
 
 constexpr int64_t STEP = 256; // weights of a row that are multiplied at once
 
-inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+struct alignas(32) Vector {
+    uint32_t at[8];
+    constexpr explicit Vector(uint32_t all) : at{all, all, all, all, all, all, all, all} {}
+    __m256i get() const { return _mm256_load_si256((const __m256i*)at); }
+};
+inline constexpr Vector NIBBLES{0x0f0f0f0f}, FIFTHS{0x10101010};
+
+inline __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, NIBBLES.get()); }
 inline __m256i high_nibbles(__m256i bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
 inline __m256i nibbles_of(__m256i bytes, int high) { return high ? high_nibbles(bytes) : low_nibbles(bytes); }
-inline __m256i two(const uint8_t* low, const uint8_t* high) { // 16 bytes each
-    // a broadcast is a load alone, an insertion from memory takes a whole cycle of Zen 3
-    return _mm256_blend_epi32(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)), _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)high)), 0xf0);
-}
 inline __m256i thirty_two_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline __m256i two(const uint8_t* low, const uint8_t* high) { // 16 bytes each; 16 in front of the second are read too
+    // a blend loads its second operand itself, an insertion from memory takes a whole cycle of Zen 3
+    return _mm256_blend_epi32(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low)), thirty_two_bytes(high - 16), 0xf0);
+}
 inline __m256i looked_up(__m128i table, __m256i nibble) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibble); }
 inline __m256i e2m1(__m256i nibble) { // doubled, plus 12
     return looked_up(_mm_set_epi8(0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12), nibble);
@@ -51,6 +59,7 @@ inline __m256i dwords(__m256i a, __m256i b, int odd) { // the even or odd ones o
 template <int NUMBERS_MOST, int NUMBER_OFFSET, int PART_COUNT = 1, int P = 0> struct Whole {
     static constexpr bool KNOWN = true;
     static constexpr int OFFSET = NUMBER_OFFSET, PARTS = PART_COUNT, PLUS = P;
+    static constexpr float UNIT = 1; // of d and p: x has it in its scales
     static constexpr int fits(int digit) { // vectors that fit
         int n = 8 / PARTS;
         while (NUMBERS_MOST * (1 << (digit - 1)) * 2 * n > 32767) n /= 2;
@@ -121,14 +130,20 @@ template <> struct Integers<Format::Q5_1> : SmallBlocks<24, 8>, Whole<31, 0, 1, 
     static __m256i number(const uint8_t* b, const __m256i* t, int v) { return with_fifth(SmallBlocks::number(b, t, v), t[4], v); }
     template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = two_eights(b, s.p[0]); }
 };
+struct E8m0Halves { // half of 2^(e - 127) at 8 + e
+    float at[8 + 256 + 8];
+    constexpr E8m0Halves() : at() {
+        for (uint32_t e = 0; e < 256; e++) at[8 + e] = std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    }
+};
+alignas(64) inline constexpr E8m0Halves E8M0_HALVES;
 template <> struct Integers<Format::MXFP4> : SmallBlocks<17, 1>, Whole<24, 12> {
     static __m256i number(const uint8_t* b, const __m256i* t, int v) { return e2m1(SmallBlocks::number(b, t, v)); }
-    template <class S> static void scales(const uint8_t* b, S& s) {
-        const auto at = [&](int i) { return all(b + 17 * i); };
-        const __m256i bytes = _mm256_set_m128i(four(at(4), at(5), at(6), at(7)), four(at(0), at(1), at(2), at(3)));
-        const __m256i e = _mm256_and_si256(bytes, _mm256_set1_epi32(255)), one = _mm256_set1_epi32(1);
-        const __m256i usual = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23), small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
-        s.d[0] = (__m256)_mm256_blendv_epi8(small, usual, _mm256_cmpgt_epi32(e, one));
+    template <class S> static void scales(const uint8_t* b, S& s) { // a blend loads eight entries, of which the lane's is the one asked for
+        const auto at = [&](int i) { return _mm256_loadu_ps(E8M0_HALVES.at + 8 + b[17 * i] - i); };
+        __m256 d = _mm256_blend_ps(at(0), at(1), 2);
+        d = _mm256_blend_ps(d, at(2), 4), d = _mm256_blend_ps(d, at(3), 8), d = _mm256_blend_ps(d, at(4), 16);
+        s.d[0] = _mm256_blend_ps(_mm256_blend_ps(_mm256_blend_ps(d, at(5), 32), at(6), 64), at(7), 128);
     }
 };
 // Numbers of 8 bits: the sum of half a block fits 32 bits.
@@ -146,11 +161,13 @@ template <> struct Integers<Format::IQ4_NL> : Iq4Blocks<18, 2> {
 template <> struct Integers<Format::IQ4_XS> : Iq4Blocks<16, 8> {
     static constexpr int BYTES = 136;
     template <class S> static void scales(const uint8_t* b, S& s) {
-        const __m256i fours = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), twos = _mm256_srli_epi32(fours, 1);
-        const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)u32(b + 4)), fours), _mm256_set1_epi32(15));
-        const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(u16(b + 2)), twos), _mm256_set1_epi32(3));
-        const __m256i number = _mm256_sub_epi32(_mm256_or_si256(low, _mm256_slli_epi32(high, 4)), _mm256_set1_epi32(32));
-        s.d[0] = s.d[1] = _mm256_mul_ps(_mm256_set1_ps(half(b)), _mm256_cvtepi32_ps(number));
+        const __m256i fours = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), twos = _mm256_set_epi32(26, 24, 22, 20, 18, 16, 14, 12);
+        const auto dword = [](const uint8_t* p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)p)); };
+        const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(dword(b + 4), fours), _mm256_set1_epi32(15));
+        const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(dword(b), twos), _mm256_set1_epi32(48)); // of the sixteen bits behind d
+        const __m256i number = _mm256_sub_epi32(_mm256_or_si256(low, high), _mm256_set1_epi32(32));
+        const __m256 d = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)b)));
+        s.d[0] = s.d[1] = _mm256_mul_ps(d, _mm256_cvtepi32_ps(number));
     }
 };
 
@@ -158,35 +175,40 @@ template <> struct Integers<Format::IQ4_XS> : Iq4Blocks<16, 8> {
 template <int MOST> struct KGroups : Whole<MOST, 0, 1, -1> {
     static constexpr int first(int v, int lane) { return 64 * (lane % 4) + 32 * (lane / 4) + 4 * (v / 2) + 16 * ((v % 2) ^ (lane / 4)); }
     static constexpr int ROWS = 4, RAW = 4, BYTES = MOST > 15 ? 176 : 144;
+    static constexpr float UNIT = 1.0f / 16;
     static __m256i row(const uint8_t* b, int, int i) { return thirty_two_bytes(b + BYTES - 128 + 32 * i); }
     static void raw(const uint8_t* b, int part, __m256i* t) { four_rows<KGroups>(b, part, t); }
-    static __m256i number(const uint8_t*, const __m256i* t, int v) { // low nibbles of the lower lanes, high ones of the others
-        const __m256i bytes = v % 2 ? _mm256_permute4x64_epi64(t[v / 2], 0x4e) : t[v / 2];
-        return low_nibbles(_mm256_srlv_epi32(bytes, _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0)));
-    }
+    // Low numbers of the lower lanes and high ones of the others; then the rest.
+    static __m256i of_both(__m256i low, __m256i high, int rest) { return rest ? _mm256_permute2x128_si256(low, high, 0x21) : _mm256_blend_epi32(low, high, 0xf0); }
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return of_both(low_nibbles(t[v / 2]), high_nibbles(t[v / 2]), v % 2); }
     template <class S> static void scales(const uint8_t* b, S& s) {
-        const __m128i raw = _mm_loadu_si128((const __m128i*)b);
-        const __m128i sorted = _mm_shuffle_epi8(k_numbers(raw), _mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0));
-        const __m128 d = _mm_cvtph_ps(raw);
-        const auto times = [](__m128i bytes, __m128 by) { return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), _mm256_broadcastss_ps(by)); };
-        s.p[0] = times(_mm_srli_si128(sorted, 8), _mm_movehdup_ps(d));
-        s.d[0] = times(sorted, d);
+        const __m256i raw = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)b));
+        // A dword of a lane: two bytes that hold the bits of its scale, and two of its minimum. What the bits are worth makes 16 times both.
+        const __m256i where = _mm256_setr_epi8(4, -1, 8, -1, 6, -1, 10, -1, 12, 4, 12, 8, 14, 6, 14, 10, 5, -1, 9, -1, 7, -1, 11, -1, 13, 5, 13, 9, 15, 7, 15, 11);
+        const int first = 0x003f003f, last = (int)0xc0f0c00f, by = 0x00100010, by_last = 0x04010410;
+        const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(raw, where), _mm256_setr_epi32(first, first, last, last, first, first, last, last));
+        const __m256i both = _mm256_maddubs_epi16(bits, _mm256_setr_epi32(by, by, by_last, by_last, by, by, by_last, by_last));
+        const __m256 d = _mm256_cvtph_ps(all(b)); // and dmin, in turn
+        s.p[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(both, 16)), _mm256_movehdup_ps(d));
+        s.d[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff))), _mm256_moveldup_ps(d));
     }
 };
 template <> struct Integers<Format::Q4_K> : KGroups<15> {};
 template <> struct Integers<Format::Q5_K> : KGroups<31> {
     static __m256i number(const uint8_t* b, const __m256i* t, int v) {
-        const int k = v / 2 + v % 2 * 4; // dword of the fifth bits: bit g of a byte belongs to group g, and is to be bit 4
-        const __m256i left = _mm256_set_epi32(0, 0, 1, 3, 0, 0, 2, 4), right = _mm256_set_epi32(3, 1, 0, 0, 2, 0, 0, 0);
-        const auto everywhere = [&](int i) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)(b + 16 + 4 * i))); };
-        const __m256i raw = _mm256_blend_epi32(everywhere(k), everywhere(k ^ 4), 0xf0), bits = _mm256_srlv_epi32(_mm256_sllv_epi32(raw, left), right);
-        return _mm256_or_si256(KGroups::number(b, t, v), _mm256_and_si256(bits, _mm256_set1_epi8(16)));
+        // Bit g of a byte of fifth bits belongs to group g: a lane's two come to bits 6 and 7.
+        const __m256i all = thirty_two_bytes(b + 16);
+        const __m256i k = v / 2 == 0 ? _mm256_shuffle_epi32(all, 0) : v / 2 == 1 ? _mm256_shuffle_epi32(all, 0x55) : v / 2 == 2 ? _mm256_shuffle_epi32(all, 0xaa) : _mm256_shuffle_epi32(all, 0xff);
+        const __m256i bits = _mm256_sllv_epi32(k, _mm256_setr_epi32(6, 4, 2, 0, 6, 4, 2, 0));
+        const __m256i low = _mm256_and_si256(_mm256_srli_epi16(bits, 2), FIFTHS.get()), high = _mm256_and_si256(_mm256_srli_epi16(bits, 3), FIFTHS.get());
+        return of_both(_mm256_or_si256(low_nibbles(t[v / 2]), low), _mm256_or_si256(high_nibbles(t[v / 2]), high), v % 2);
     }
 };
 
 // Groups of 16, blocks of 64: four groups, each 8 bytes whose low nibbles come first. Lanes: groups 0 1 of two blocks, then groups 2 3.
 template <int BLOCK_BYTES, int AT> struct NvBlocks : Whole<24, 12, 2> {
     static constexpr int BYTES = STEP / 64 * 36 + 2 * AT;
+    static constexpr float UNIT = 0x1p29f;
     static constexpr int first(int v, int lane) {
         return 128 * (v / 4) + 64 * (lane % 4 / 2) + 32 * (lane / 4) + 16 * (lane % 2) + 4 * (v % 4 / 2) + 8 * (v % 2);
     }
@@ -198,21 +220,26 @@ template <int BLOCK_BYTES, int AT> struct NvBlocks : Whole<24, 12, 2> {
         t[0] = dwords(one, other, 0), t[1] = dwords(one, other, 1);
     }
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return e2m1(nibbles_of(t[v / 2], v % 2)); }
-    // Sixteen e4m3_half: the bits of a half that is 2^-8 of a number. `low`, `high`: 128 times what belongs to the parts.
+    // Sixteen e4m3_half, 2^-90 of them: their bits where a float has its own are 2^-119 of them. `low`, `high`: what belongs to the parts.
     static void sixteen(const uint8_t* b, __m256 low, __m256 high, __m256* d) {
-        const auto four = [&](int i) { return all(block(b, i)); };
-        const __m128i raw = _mm_blend_epi32(_mm_blend_epi32(four(0), four(1), 2), _mm_blend_epi32(four(2), four(3), 8), 12);
-        const __m128i bytes = _mm_shuffle_epi8(raw, _mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0));
-        const __m128i most = _mm_set1_epi8(0x7f), number = _mm_and_si128(bytes, most), valid = _mm_andnot_si128(_mm_cmpeq_epi8(bytes, most), number);
-        const __m256i bits = _mm256_slli_epi16(_mm256_cvtepu8_epi16(valid), 7);
-        d[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), low), d[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1)), high);
+        const auto four = [&](int i) { return _mm_loadu_si128((const __m128i*)(block(b, i) - 4 * i)); };
+        const __m128i raw = _mm_blend_epi32(_mm_blend_epi32(_mm_blend_epi32(four(0), four(1), 2), four(2), 4), four(3), 8), most = _mm_set1_epi8(0x7f);
+        const __m256i valid = _mm256_broadcastsi128_si256(_mm_andnot_si128(_mm_cmpeq_epi8(raw, most), _mm_and_si128(raw, most)));
+        const __m256i where = _mm256_setr_epi32(0x00ffffff, 0x01ffffff, 0x04ffffff, 0x05ffffff, 0x02ffffff, 0x03ffffff, 0x06ffffff, 0x07ffffff);
+        const auto eight = [&](__m256i where) { return _mm256_castsi256_ps(_mm256_srli_epi32(_mm256_shuffle_epi8(valid, where), 4)); };
+        // an FMA: it takes subnormals at full speed, a product does not
+        d[0] = _mm256_fmadd_ps(eight(where), low, _mm256_setzero_ps());
+        d[1] = _mm256_fmadd_ps(eight(_mm256_or_si256(where, _mm256_set1_epi32(0x08000000))), high, _mm256_setzero_ps());
     }
 };
 template <> struct Integers<Format::NVFP4> : NvBlocks<72, 0> {
-    template <class S> static void scales(const uint8_t* b, S& s) { sixteen(b, _mm256_set1_ps(128.0f), _mm256_set1_ps(128.0f), s.d); }
+    template <class S> static void scales(const uint8_t* b, S& s) { sixteen(b, _mm256_set1_ps(0x1p90f), _mm256_set1_ps(0x1p90f), s.d); }
 };
 template <> struct Integers<Format::NVFP4_SCALED> : NvBlocks<76, 4> {
-    template <class S> static void scales(const uint8_t* b, S& s) { sixteen(b, _mm256_set1_ps(128.0f * f32(b)), _mm256_set1_ps(128.0f * f32(b + 76)), s.d); }
+    template <class S> static void scales(const uint8_t* b, S& s) {
+        const auto of = [&](int part) { return _mm256_mul_ps(_mm256_broadcast_ss((const float*)(b + 76 * part)), _mm256_set1_ps(0x1p90f)); };
+        sixteen(b, of(0), of(1), s.d);
+    }
 };
 
 // K-quants with groups of 16: 32 weights are two groups. Lanes: groups 0 2 4 6 1 3 5 7 of eight.

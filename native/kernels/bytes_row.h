@@ -14,33 +14,30 @@ inline __attribute__((always_inline)) __m256i here(__m256i v) { // computed here
     return v;
 }
 
+// t: four registers, of a whole step or of one of its parts.
 template <class C> concept Pieced = C::RAW <= 4 && requires(const uint8_t* b) { C::row(b, 0, 0); };
-template <class C> constexpr int PIECES = C::RAW == 4 ? 8 : C::ROWS == 4 ? 7 : 3;
+template <class C> constexpr int TURNS = C::RAW == C::ROWS ? C::PARTS : 1;
+template <class C> constexpr int PIECES = C::ROWS == 4 ? 8 : 3;
 
-// Piece i of `C::raw`: two instructions, three at most. t holds four registers.
-template <class C> inline __attribute__((always_inline)) void piece(int i, const uint8_t* b, int part, __m256i* t) {
-    const auto read = [&](int to, int row) { t[to] = here(C::row(b, part, row)); };
+// Piece i of what t is made of: two instructions, three at most.
+template <class C> inline __attribute__((always_inline)) void piece(int i, const uint8_t* b, int turn, __m256i* t) {
+    const auto read = [&](int to, int row) { t[to] = here(C::row(b, turn, row)); };
     const auto both = [&](int k, int l, const auto& low, const auto& high) { // of two registers: low halves to k, high ones to l
         const __m256i a = here(low(t[k], t[l]));
         t[l] = here(high(t[k], t[l])), t[k] = a;
     };
     const auto low32 = [](__m256i a, __m256i b) { return _mm256_unpacklo_epi32(a, b); }, high32 = [](__m256i a, __m256i b) { return _mm256_unpackhi_epi32(a, b); };
     const auto low64 = [](__m256i a, __m256i b) { return _mm256_unpacklo_epi64(a, b); }, high64 = [](__m256i a, __m256i b) { return _mm256_unpackhi_epi64(a, b); };
+    const auto even = [](__m256i a, __m256i b) { return dwords(a, b, 0); }, odd = [](__m256i a, __m256i b) { return dwords(a, b, 1); };
     if (i < 2) return read(i, i);
-    if constexpr (C::ROWS == 2) {
-        both(0, 1, [](__m256i a, __m256i b) { return dwords(a, b, 0); }, [](__m256i a, __m256i b) { return dwords(a, b, 1); });
-    } else if constexpr (C::RAW == 2) {
-        const auto half = [&](int k) { t[k] = here(part ? high32(t[k], t[k + 1]) : low32(t[k], t[k + 1])); };
-        i == 2 ? half(0) : i == 5 ? half(1) : i == 6 ? both(0, 1, low64, high64) : read(i - 2, i - 1);
-    } else {
-        i == 2 ? both(0, 1, low32, high32) : i == 5 ? both(2, 3, low32, high32) : i == 6 ? both(0, 2, low64, high64) : i < 5 ? read(i - 1, i - 1) : both(1, 3, low64, high64);
-        if (i == 7) {
-            const __m256i one = t[1];
-            t[1] = t[2], t[2] = one;
-        }
+    if (C::ROWS == 2) return both(0, 1, even, odd);
+    i == 2 ? both(0, 1, low32, high32) : i == 5 ? both(2, 3, low32, high32) : i == 6 ? both(0, 2, low64, high64) : i < 5 ? read(i - 1, i - 1) : both(1, 3, low64, high64);
+    if (i == 7) {
+        const __m256i one = t[1];
+        t[1] = t[2], t[2] = one;
     }
 }
-template <class C> inline __attribute__((always_inline)) void all_pieces(const uint8_t* b, __m256i* t) { // of part 0
+template <class C> inline __attribute__((always_inline)) void all_pieces(const uint8_t* b, __m256i* t) { // of the first turn
 #pragma GCC unroll 8
     for (int i = 0; i < PIECES<C>; i++) piece<C>(i, b, 0, t);
 }
@@ -53,33 +50,40 @@ struct alignas(32) Words {
 };
 inline constexpr Words ONE{1};
 template <int D> inline constexpr Words UP{1 << D};
+// What a digit's sums are multiplied by as they are widened; digits of 8 bits are shifted once more before the last.
+template <class C> constexpr const Words& up(int d) { return d == 2 || (d == 1 && C::DIGIT == 8) ? ONE : d == 1 ? UP<7> : C::DIGIT == 8 ? UP<8> : UP<14>; }
 
-// The sums of a part's numbers times x, which are taken from t; the next part's come into t meanwhile.
-template <class C> inline __attribute__((always_inline)) __m256 part_sum_then(const uint8_t* b, int part, __m256i* t, const XStep& x, const uint8_t* next, Scales<C>& scales) {
-    constexpr int VECTORS = 8 / C::PARTS, FIRST = C::PARTS == 1 ? 3 : 2, EVERY = C::PARTS == 1 ? 2 : 1; // products before and between pieces, as measured
-    constexpr int SCALES = C::PARTS == 1 ? 1 : 3 * VECTORS - 1;
-    __m256i words[3], sum[3], then[4];
+// acc and the products of what t holds with x; what the next turn's products are of comes into t meanwhile.
+template <class C> inline __attribute__((always_inline)) __m256 turn_then(const uint8_t* b, int turn, __m256i* t, const XStep& x, const uint8_t* next, Scales<C>& scales, __m256 acc) {
+    constexpr int VECTORS = 8 / C::PARTS, HERE = 8 / TURNS<C>;
+    // Products before the first piece, between pieces and before the scales: as measured. What stands late finds the registers of t free.
+    constexpr int FIRST = C::ROWS == 2 ? 5 : TURNS<C> == 1 ? 7 : 2, EVERY = C::ROWS == 2 ? 3 : TURNS<C> == 1 ? 2 : 1;
+    constexpr int SCALES = C::PARTS == 1 ? (C::PLUS ? 19 : 1) : TURNS<C> == 1 ? 5 : 3 * VECTORS - 1;
+    __m256i words[3], sum, then[4];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-        const __m256i number = here(C::number(b, t, v));
+    for (int v = 0; v < HERE; v++) {
+        const int part = v / VECTORS, in = v % VECTORS;
+        const __m256i number = here(C::number(b, t + part * C::RAW, in));
 #pragma GCC unroll 3
         for (int d = 0; d < 3; d++) {
-            const __m256i pairs = _mm256_maddubs_epi16(number, _mm256_load_si256((const __m256i*)x.digits[d][part * VECTORS + v]));
+            const __m256i pairs = _mm256_maddubs_epi16(number, _mm256_load_si256((const __m256i*)x.digits[d][turn * HERE + v]));
             words[d] = here(v % C::ADDED == 0 ? pairs : _mm256_add_epi16(words[d], pairs));
             if (v % C::ADDED == C::ADDED - 1) {
-                const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)(d ? ONE.at : UP<C::DIGIT>.at)));
-                sum[d] = v < C::ADDED ? fours : here(_mm256_add_epi32(sum[d], fours));
+                if (C::DIGIT == 8 && d == 2) sum = _mm256_slli_epi32(sum, 8); // 2^16 is no word
+                const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)up<C>(d).at));
+                sum = d == 0 && in < C::ADDED ? fours : here(_mm256_add_epi32(sum, fours));
             }
             const int done = 3 * v + d;
-            if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, next, (part + 1) % C::PARTS, then);
-            if (done == SCALES && part == 0) C::scales(b, scales);
+            if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, next, (turn + 1) % TURNS<C>, then);
+            if (done == SCALES && turn == 0) C::scales(b, scales);
         }
+        if (in < VECTORS - 1) continue;
+        if (!C::PLUS) sum = _mm256_sub_epi32(sum, _mm256_load_si256((const __m256i*)x.offset[turn + part]));
+        acc = plus<C>(scales, x, turn + part, _mm256_fmadd_ps(scaled<C>(scales, x, turn + part), _mm256_cvtepi32_ps(sum), acc));
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < C::RAW; i++) t[i] = then[i];
-    __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(sum[0], sum[1]), C::DIGIT), sum[2]);
-    if (!C::PLUS) whole = _mm256_sub_epi32(whole, _mm256_load_si256((const __m256i*)x.offset[part]));
-    return _mm256_cvtepi32_ps(whole);
+    for (int i = 0; i < C::ROWS; i++) t[i] = then[i];
+    return acc;
 }
 
 template <class C> __attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
@@ -100,10 +104,7 @@ template <class C> __attribute__((noinline)) void one_row(const Matrix& m, int64
             const XStep& step = x[s * rows];
             Scales<C> scales;
 #pragma GCC unroll 2
-            for (int part = 0; part < C::PARTS; part++) {
-                const __m256 sum = part_sum_then<C>(b, part, t, step, part + 1 < C::PARTS ? b : then, scales);
-                acc = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), sum, acc));
-            }
+            for (int turn = 0; turn < TURNS<C>; turn++) acc = turn_then<C>(b, turn, t, step, turn + 1 < TURNS<C> ? b : then, scales, acc);
             b = then;
         }
         c[r] = total(acc);

@@ -91,7 +91,7 @@ template <class C> void pack_step(const float* x, XStep& to) {
         if (v % VECTORS < VECTORS - 1) continue;
         const int part = v / VECTORS;
         const __m256i sum = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3])); // of X
-        for (int lane = 0; lane < 8; lane++) to.scale[part][lane] = scale[ORDER<C>.at[v][lane] / 8];
+        for (int lane = 0; lane < 8; lane++) to.scale[part][lane] = scale[ORDER<C>.at[v][lane] / 8] * C::UNIT;
         if (C::PLUS)
             _mm256_store_ps(to.sum[part], _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_load_ps(to.scale[part])));
         else

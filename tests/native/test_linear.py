@@ -57,6 +57,21 @@ def test_values_beside_a_huge_one_stay_exact(ops, rng, kind: str, cols: int) -> 
     assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all()  # AMX: 2^-16 of itself
 
 
+@pytest.mark.parametrize(
+    ("kind", "at", "block", "exponents"), [("MXFP4", 0, 17, (100, -100)), ("NVFP4", 3, 36, (0,)), ("NVFP4_SCALED", 6, 76, (0,))]
+)
+def test_a_scale_of_eight_bits_may_have_any(ops, rng, kind: str, at: int, block: int, exponents: tuple[int, ...]) -> None:
+    w = block_bytes(kind, rows=256, cols=256, seed=3)
+    largest = 252 if kind == "MXFP4" else 127  # more is infinite as float32, or has a sign
+    w.data.view(256, -1, block)[:, :, at] = torch.arange(256).clamp(max=largest).to(torch.uint8)[:, None]
+    values = dequantize(w).double()
+    for part, exponent in zip(range(0, 256, 256 // len(exponents)), exponents, strict=True):  # what is tiny meets what is huge
+        rows = slice(part, part + 256 // len(exponents))
+        x = torch.randn(1, 256, generator=rng) * 2.0**exponent
+        error = (ops.linear(x, w).double() - x.double() @ values.T).abs()[:, rows]
+        assert (error <= EXACT * (x.double().abs() @ values.abs().T)[:, rows]).all()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "Q8_0", "F8_E4M3"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, kind: str, value: float) -> None:
