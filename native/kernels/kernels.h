@@ -8,7 +8,7 @@
 constexpr int PAGE = 64;        // tokens of a KV page
 constexpr int SPAN_PAGES = 8;   // pages of a span: the unit in which a long context is split over threads
 constexpr int QUERIES = 64;     // query rows (tokens x heads of one KV head) of one attention task, at most
-constexpr int DELTA_COLS = 64;  // columns of the recurrent state one task owns: [128, 64] float32 fits L1
+constexpr int DELTA_COLS = 64;  // columns of the recurrent state one task owns: lines of memory that follow each other
 constexpr int CONV_COLS = 64;   // channels of one convolution task
 constexpr int WEIGHT_ROWS = 64; // weight rows of one task of a matrix product
 constexpr int MAX_GROUPS = 64;  // of experts
