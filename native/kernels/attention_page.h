@@ -26,12 +26,23 @@ struct Seen {
     bool operator==(const Seen&) const = default;
 };
 
+// Keys or values that are read soon come nearer, in address order: pages lie anywhere, so no hardware stream leads there.
+struct Soon {
+    const uint16_t *at, *end;
+    int rest; // 1: every other time
+    void nearer() {
+        if (at < end) __builtin_prefetch(at, 0, 2), at += 32;
+    }
+};
+
 template <int Q, int W> using Sums = VF[Q][W];
 
 // acc[m][w] += a[m][i] row(i, w), i < n, ascending.
 template <int Q, int W, class Row>
-__attribute__((always_inline)) static inline void multiply(const float* a, int ld, int n, Sums<Q, W>& acc, const Row& row) {
+__attribute__((always_inline)) static inline void multiply(const float* a, int ld, int n, Sums<Q, W>& acc, Soon& page, const Row& row) {
+    Soon soon = page;
     for (int i = 0; i < n; i++) {
+        if (!(i & soon.rest)) soon.nearer();
         VF number[Q];
 #pragma GCC unroll 4
         for (int m = 0; m < Q; m++) number[m] = a[m * ld + i] - VF{};
@@ -43,6 +54,7 @@ __attribute__((always_inline)) static inline void multiply(const float* a, int l
             for (int m = 0; m < Q; m++) acc[m][w] = fma_reg(number[m], b, acc[m][w]);
         }
     }
+    page = soon;
 }
 static inline VF load_reg(const float* p) {
     VF r;
@@ -53,11 +65,11 @@ static inline void store_reg(float* p, VF r) { memcpy(p, &r, REG); }
 
 // Each tile a function: inlined into its loops gcc 12 keeps one of twelve sums in memory, and products wait for its stores.
 template <int Q, int W>
-__attribute__((noinline)) static void score_tile(const float* q, int ld, const float* panel, int n, bool more, float* scores) {
+__attribute__((noinline)) static void score_tile(const float* q, int ld, const float* panel, int n, bool more, Soon& soon, float* scores) {
     Sums<Q, W> acc;
 #pragma GCC unroll 16
     for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = more ? load_reg(scores + i / W * PAGE + i % W * RLANES) : VF{};
-    multiply<Q, W>(q, ld, n, acc, [&](int i, int w) { return load_reg(panel + (i * W + w) * RLANES); });
+    multiply<Q, W>(q, ld, n, acc, soon, [&](int i, int w) { return load_reg(panel + (i * W + w) * RLANES); });
 #pragma GCC unroll 16
     for (int i = 0; i < Q * W; i++) store_reg(scores + i / W * PAGE + i % W * RLANES, acc[i / W][i % W]);
 }
@@ -75,12 +87,6 @@ template <class Call> static inline void tiles(int from, int to, const Call& cal
         }
         from += n;
     }
-}
-
-// n elements of a page that is read soon, in address order: pages lie anywhere, so no hardware stream leads there.
-static inline const uint16_t* come_nearer(const uint16_t* from, int n) {
-    for (int i = 0; i < n; i += 32) __builtin_prefetch(from + i, 0, 2);
-    return from + n;
 }
 
 // In every 128 bits: the lower (HALF 0) or the upper elements of both, in turn.
@@ -109,9 +115,9 @@ static inline VI eight_elements(const uint16_t* k, int64_t ld) {
 #endif
 }
 
-// Elements [0, n) of W registers of keys, widened: use(d, w, element d of those keys). As many rows of `soon` come nearer.
+// Elements [0, n) of W registers of keys, widened: use(d, w, element d of those keys). As much of `soon` comes nearer.
 template <int W, class Use>
-__attribute__((always_inline)) static inline void keys_in_lanes(const uint16_t* k, int64_t ld, int n, const uint16_t* soon, const Use& use) {
+__attribute__((always_inline)) static inline void keys_in_lanes(const uint16_t* k, int64_t ld, int n, Soon soon, const Use& use) {
     for (int d = 0; d < n; d += 8) {
 #pragma GCC unroll 4
         for (int w = 0; w < W; w++) {
@@ -124,7 +130,7 @@ __attribute__((always_inline)) static inline void keys_in_lanes(const uint16_t* 
             const VI pair[4] = {qwords<0>(a, b), qwords<1>(a, b), qwords<0>(c, e), qwords<1>(c, e)};
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) use(d + 2 * i, w, (VF)((VU)pair[i] << 16)), use(d + 2 * i + 1, w, (VF)((VU)pair[i] & 0xffff0000u));
-            if (soon) soon = come_nearer(soon, RLANES * 8);
+            for (int i = 0; i < RLANES / 4; i++) soon.nearer();
         }
     }
 }
@@ -135,15 +141,17 @@ struct Page {
     int ld, width, queries, low, high; // some query sees keys [low, high)
     const float* q;                    // [queries][ld]
     float *panel, *scores;             // [PANEL_FLOATS], [QUERIES][PAGE]
+    Soon soon;
     Seen seen[QUERIES];
 };
 
 // Scores of keys [at, at + W registers). One or two queries take no panel, more of them share one.
-template <int Q, int W> __attribute__((noinline)) static void few_scores(const Page& p, int at) {
+template <int Q, int W> __attribute__((noinline)) static void few_scores(Page& p, int at) {
     Sums<Q, W> acc;
 #pragma GCC unroll 8
     for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = VF{};
-    const uint16_t* soon = p.v == p.k ? nullptr : p.v + at * p.ld;
+    const uint16_t* v = p.v + at * p.ld;
+    const Soon soon{v, p.v == p.k ? v : v + W * RLANES * p.ld, 0}; // not between the products: those of a key are few
     keys_in_lanes<W>(p.k + at * p.ld, p.ld, p.ld, soon, [&](int d, int w, VF key) __attribute__((always_inline)) {
 #pragma GCC unroll 2
         for (int m = 0; m < Q; m++) acc[m][w] = fma_reg(p.q[m * p.ld + d] - VF{}, key, acc[m][w]);
@@ -151,24 +159,24 @@ template <int Q, int W> __attribute__((noinline)) static void few_scores(const P
 #pragma GCC unroll 8
     for (int i = 0; i < Q * W; i++) store_reg(p.scores + i / W * PAGE + at + i % W * RLANES, acc[i / W][i % W]);
 }
-template <int W> __attribute__((noinline)) static void some_scores(const Page& p, int at) {
+template <int W> __attribute__((noinline)) static void some_scores(Page& p, int at) {
     if (p.queries == 1) return few_scores<1, W>(p, at);
     if (p.queries == 2) return few_scores<2, W>(p, at);
     constexpr int PIECE = PANEL_FLOATS / (W * RLANES), STEP = W * RLANES;
     for (int d0 = 0; d0 < p.ld; d0 += PIECE) {
         const int n = p.ld - d0 < PIECE ? p.ld - d0 : PIECE, from = at * p.ld + d0;
-        const uint16_t* soon = p.v == p.k ? nullptr : p.v + at * p.ld + d0 * STEP;
         float* panel = p.panel;
-        keys_in_lanes<W>(p.k + from, p.ld, n, soon, [=](int d, int w, VF key) { store_reg(panel + d * STEP + w * RLANES, key); });
+        keys_in_lanes<W>(p.k + from, p.ld, n, Soon{}, [=](int d, int w, VF key) { store_reg(panel + d * STEP + w * RLANES, key); });
         tiles(0, p.queries, [&](auto tile, int i) {
             constexpr int Q = decltype(tile)::value;
             if (p.seen[i + Q - 1].last <= at || p.seen[i].first >= at + STEP) return; // none of these keys is seen
-            score_tile<Q, W>(p.q + i * p.ld + d0, p.ld, p.panel, n, d0 > 0, p.scores + i * PAGE + at);
+            score_tile<Q, W>(p.q + i * p.ld + d0, p.ld, p.panel, n, d0 > 0, p.soon, p.scores + i * PAGE + at);
         });
     }
 }
 
-static void page_scores(const Page& p) {
+static void page_scores(Page& p) {
+    p.soon = {p.v, p.v == p.k ? p.v : p.v + p.high * p.ld, p.queries > 4};
     for (int at = p.low / RLANES * RLANES, w; at < p.high; at += w * RLANES) {
         const int left = (p.high - at + RLANES - 1) / RLANES;
         w = left >= WIDE ? WIDE : left >= 2 ? 2 : 1;
@@ -208,19 +216,17 @@ static void weigh(const Page& p, float* keep, Fold* f) {
 
 // values = keep values + weights times v, for W registers of the head that begin at `at`. FRESH: the panel is made meanwhile.
 template <int Q, int W, bool FRESH>
-__attribute__((noinline)) static void value_tile(const Page& p, int query, Seen seen, const float* keep, int at, Fold* f) {
+__attribute__((noinline)) static void value_tile(Page& p, int query, Seen seen, const float* keep, int at, Fold* f) {
     constexpr int STEP = W * RLANES;
     const int64_t ld = p.ld;
-    const int share = (at + STEP >= p.width ? p.ld : at + STEP) - at; // of every row's elements
     float* panel = p.panel + seen.first * STEP;
-    const uint16_t *v = p.v + seen.first * ld + at, *next = p.next + at * PAGE;
+    const uint16_t* v = p.v + seen.first * ld + at;
     Sums<Q, W> acc;
 #pragma GCC unroll 16
     for (int i = 0; i < Q * W; i++) acc[i / W][i % W] = VF{};
-    multiply<Q, W>(p.scores + query * PAGE + seen.first, PAGE, seen.last - seen.first, acc, [&](int i, int w) __attribute__((always_inline)) {
+    multiply<Q, W>(p.scores + query * PAGE + seen.first, PAGE, seen.last - seen.first, acc, p.soon, [&](int i, int w) __attribute__((always_inline)) {
         float* row = panel + (i * W + w) * RLANES;
         if (!FRESH) return load_reg(row);
-        if (w == 0) next = come_nearer(next, share);
         const VF value = widen(v + i * ld + w * RLANES);
         store_reg(row, value);
         return value;
@@ -231,7 +237,7 @@ __attribute__((noinline)) static void value_tile(const Page& p, int query, Seen 
         store_reg(value, fma_reg(load_reg(value), keep[query + i / W] - VF{}, acc[i / W][i % W]));
     }
 }
-template <int W> static void some_values(const Page& p, const float* keep, int at, Fold* f) {
+template <int W> static void some_values(Page& p, const float* keep, int at, Fold* f) {
     constexpr int STEP = W * RLANES;
     const bool made = p.seen[0] == p.seen[p.queries - 1]; // else the first queries may not see all of it
     for (int i = p.low; !made && i < p.high; i++)
@@ -248,7 +254,8 @@ template <int W> static void some_values(const Page& p, const float* keep, int a
     }
 }
 
-static void page_values(const Page& p, const float* keep, Fold* f) {
+static void page_values(Page& p, const float* keep, Fold* f) {
+    p.soon = {p.next, p.next + PAGE * p.ld, p.queries > 4};
     for (int at = 0, w; at < p.width; at += w * RLANES) {
         const int left = (p.width - at) / RLANES;
         w = left >= WIDE ? WIDE : left >= 2 ? 2 : 1;
