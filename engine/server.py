@@ -98,6 +98,7 @@ async def _watch(supervisor: Supervisor, service: Service, server: uvicorn.Serve
     message = service.text_error or (supervisor.state.message if supervisor.state.phase == "failed" else "")
     if not message:
         return False
+    await supervisor.stop()  # what the engine still has to say comes before the reason, which users read last
     print(f"moorage: {message}", file=sys.stderr, flush=True)
     server.should_exit = True
     return True

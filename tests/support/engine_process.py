@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import openai
@@ -60,6 +62,18 @@ def serving(model: Path, log: Path, *arguments: str) -> Iterator[Running]:
 
 def run_cli(*arguments: str, module: str = "engine.cli") -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def call_cli(main: Callable[[], None], *arguments: str) -> subprocess.CompletedProcess:
+    """A command line in this process, which has imported already what a process of its own imports each time."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    given = mock.patch.object(sys, "argv", ["moorage", *arguments])
+    with given, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def one_line(done: subprocess.CompletedProcess, *words: str) -> None:

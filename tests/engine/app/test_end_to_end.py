@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_process import one_line, run_cli, serving
+from engine.cli import main as engine_main
+from tests.support.engine_process import call_cli, one_line, run_cli, serving
 from tests.support.text import tool, write_tokenizer
 from tests.support.tiny import make_tiny
 
@@ -159,7 +160,7 @@ def test_kill_9_of_the_engine_in_mid_stream(server):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_end_in_order_with_code_0(checkpoint, tmp_path, number):
-    with serving(checkpoint[0], tmp_path / "log", "--kernels", "reference") as running:
+    with serving(checkpoint[0], tmp_path / "log") as running:
         running.wait_ready()
         worker = running.engine_pid()
         running.process.send_signal(number)
@@ -171,7 +172,7 @@ def test_ctrl_c_and_sigterm_end_in_order_with_code_0(checkpoint, tmp_path, numbe
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_in_mid_stream_lets_the_answer_end_a_second_one_tells_the_client(checkpoint, tmp_path, signals):
     """Never a torn connection: the answer is whole, or its last event says why it is not."""
-    with serving(checkpoint[0], tmp_path / "log", "--kernels", "reference", "--max-context", "1024") as running:
+    with serving(checkpoint[0], tmp_path / "log", "--max-context", "1024") as running:
         running.wait_ready()
         body = {"messages": HI, "max_tokens": 40 if signals == 1 else 900, "ignore_eos": True, "stream": True, "logprobs": True}
         lines = []
@@ -204,7 +205,7 @@ def test_mistakes_at_the_command_line_are_one_line(server, tmp_path, checkpoint)
 
 def test_the_cache_is_seen_and_changed_from_the_command_line(server):
     def moorage_cache(*arguments: str) -> subprocess.CompletedProcess:
-        return run_cli("cache", *arguments, "--url", server.base, module="gateway.cli")
+        return call_cli(engine_main, "cache", *arguments, "--url", server.base)
 
     own = [{"role": "user", "content": "Nobody else asks the server of these tests to look into its cache."}]
     server.openai.chat.completions.create(model="tiny", messages=own, max_tokens=2, extra_body={"moorage": {"session": "a/b"}})
@@ -222,7 +223,7 @@ def test_the_cache_is_seen_and_changed_from_the_command_line(server):
 
 def test_memory_is_seen_and_moved_from_the_command_line(server):
     def moorage_memory(*arguments: str) -> subprocess.CompletedProcess:
-        return run_cli("memory", *arguments, "--url", server.base, module="gateway.cli")
+        return call_cli(engine_main, "memory", *arguments, "--url", server.base)
 
     seen = json.loads(moorage_memory("status").stdout)["stores"]
     half = seen["kv_bytes"]["bytes"] // 2
@@ -281,9 +282,9 @@ def test_models_that_cannot_be_loaded_end_the_server_with_one_line(checkpoint, t
         for file in checkpoint[0].iterdir():
             (directory / file.name).write_bytes(file.read_bytes())
         change(directory)
-        one_line(run_cli("serve", str(directory), "--port", "0", "--kernels", "reference"), *words)
-    much = ("--port", "0", "--kernels", "reference", "--kv-memory", "900T")
-    one_line(run_cli("serve", str(checkpoint[0]), *much), f"{900 << 10}.00 GiB", "GiB are available")
+        one_line(run_cli("serve", str(directory), "--port", "0"), *words)
+    much = run_cli("serve", str(checkpoint[0]), "--port", "0", "--kv-memory", "900T")
+    one_line(much, f"{900 << 10}.00 GiB", "GiB are available")
 
 
 def test_help_teaches():

@@ -139,16 +139,20 @@ def ulimit() -> Iterator[Callable[[], None]]:
     yield lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
 
 
-def test_loading_holds_nothing_twice(packed) -> None:
+@pytest.fixture(scope="module")
+def whole(packed) -> dict:
+    """What an engine with all the memory there is finds."""
+    return answer(packed[0], {"kv_bytes": 1 << 24})
+
+
+def test_loading_holds_nothing_twice(whole) -> None:
     """The file's pages count while they are copied; at most a tenth of the pool, and what the engine itself takes."""
-    found = answer(packed[0], {"kv_bytes": 1 << 24})
-    assert found["pool"] < found["loading"] < 1.1 * found["pool"] + (64 << 20)
+    assert whole["pool"] < whole["loading"] < 1.1 * whole["pool"] + (64 << 20)
 
 
 @pytest.mark.parametrize("limited", [control_group, ulimit])
-def test_experts_of_twice_the_memory_give_the_same_answers(packed, limited) -> None:
-    model, pack = packed
-    want = answer(model, {"kv_bytes": 1 << 24})
+def test_experts_of_twice_the_memory_give_the_same_answers(packed, whole, limited) -> None:
+    (model, pack), want = packed, whole
     assert want["peak"] > 2 * LIMIT
     with limited() as enter:
         got = answer(model, {"kv_bytes": 1 << 24, "experts_pack": str(pack), "expert_bytes": 160 << 20}, enter)

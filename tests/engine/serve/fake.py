@@ -6,8 +6,8 @@ Any mix-up of pages, slots, positions or chunk borders changes the text or raise
 from __future__ import annotations
 
 import numpy as np
-import torch
 
+from engine import tensors  # not torch, which a worker's process would import for two seconds
 from engine.kernels.ops import KVLayer, StateLayer
 from engine.nn.batch import PAGE, Batch, Cache
 
@@ -38,8 +38,9 @@ def logits_of_state(state: int) -> np.ndarray:
 
 def fake_cache(pages: int, slots: int) -> Cache:
     """Pages hold the token ids; the state slot holds the hash of the history."""
-    k = torch.full((pages, 1, PAGE, 1), -1.0)
-    state = StateLayer(torch.zeros(slots, 1, 1), torch.zeros(slots, 1, 1, 1))
+    k = tensors.from_numpy(np.full((pages, 1, PAGE, 1), -1, np.float32))
+    conv, state = np.zeros((slots, 1, 1), np.float32), np.zeros((slots, 1, 1, 1), np.float32)
+    state = StateLayer(tensors.from_numpy(conv), tensors.from_numpy(state))
     return Cache((KVLayer(k, k.clone()),), (state,))
 
 
@@ -51,18 +52,18 @@ class FakeDecoder:
         self.steps = 0
         self.rows = 0
 
-    def forward(self, batch: Batch, cache: Cache) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: Cache) -> tensors.Tensor:
         self.steps += 1
         self.rows += len(batch.tokens)
-        if self.fail is not None and self.fail in batch.tokens.tolist():
+        if self.fail is not None and self.fail in batch.tokens.numpy().tolist():
             raise RuntimeError("kernel failed")
-        wanted = batch.logit_rows.tolist()
+        wanted = batch.logit_rows.numpy().tolist()
         out = np.zeros((len(wanted), VOCAB), np.float32)
-        cu, starts, slots = (t.tolist() for t in (batch.segments.cu, batch.segments.start, batch.segments.slot))
-        pages, states = cache.kv[0].k[:, 0, :, 0].numpy(), cache.states[0].s.view(-1)
+        cu, starts, slots = (t.numpy().tolist() for t in (batch.segments.cu, batch.segments.start, batch.segments.slot))
+        pages, states = cache.kv[0].k.numpy()[:, 0, :, 0], cache.states[0].s.numpy().reshape(-1)
         tokens, positions = batch.tokens.numpy(), batch.positions.numpy()
         assert len(set(slots)) == len(slots), "two sequences share a state slot"
-        kept = [(0, -1)] * len(slots) if batch.segments.kept is None else batch.segments.kept.tolist()
+        kept = [(0, -1)] * len(slots) if batch.segments.kept is None else batch.segments.kept.numpy().tolist()
         for s, slot in enumerate(slots):
             start, low, high = starts[s], cu[s], cu[s + 1]
             at = np.arange(start, start + high - low)
@@ -81,7 +82,7 @@ class FakeDecoder:
             for i, row in enumerate(wanted):
                 if low <= row < high:
                     out[i] = logits_of_state(hashes[start + row - low + 1])
-        return torch.from_numpy(out)
+        return tensors.from_numpy(out)
 
 
 def alone(tokens: list[int], max_new: int, stop_ids: tuple[int, ...] = (), banned: tuple[int, ...] = ()) -> list[int]:

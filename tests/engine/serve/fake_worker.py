@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from engine import tensors
 from engine.build import BuildError, Parts
 from engine.limits import Limits
 from engine.prefix.naive import NaivePrefixCache
@@ -49,7 +50,7 @@ def fake_build(config, progress) -> Parts:
         return decoder.forward(batch, cache)
 
     limits = Limits(max_context=4096, vocab=VOCAB, max_running=8, max_queue=config.max_queue, prefill_chunk=config.prefill_chunk)
-    return Parts(forward, FlushedCache(cache, pages, slots), limits, {"family": "fake"})
+    return Parts(forward, FlushedCache(cache, pages, slots), limits, {"family": "fake"}, library=tensors)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from engine import tensors
 from engine.build import Parts
 from engine.grammar import Grammars
 from engine.ipc import Done, FromWorker, Generate, RequestError, Sampling, Started, Tokens, token_array
@@ -96,4 +98,5 @@ class FakeEngine(Engine):
             max_context=pages * PAGE, vocab=VOCAB, max_running=slots, max_queue=max_queue, prefill_chunk=prefill_chunk
         )
         prefix = make_prefix(cache, pages, slots)
-        super().__init__(Parts(lambda batch: self.decoder.forward(batch, cache), prefix, limits, {}, grammars))
+        forward = partial(self.decoder.forward, cache=cache)
+        super().__init__(Parts(forward, prefix, limits, {}, grammars, library=tensors))
