@@ -71,7 +71,7 @@ template <class C> inline __attribute__((always_inline)) __m256 turn_then(const 
             if (v % C::ADDED == C::ADDED - 1) {
                 if (C::DIGIT == 8 && d == 2) sum = _mm256_slli_epi32(sum, 8); // 2^16 is no word
                 const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)up<C>(d).at));
-                sum = d == 0 && in < C::ADDED ? fours : here(_mm256_add_epi32(sum, fours));
+                sum = d == 0 && in < C::ADDED ? fours : in < C::ADDED ? _mm256_add_epi32(sum, fours) : here(_mm256_add_epi32(sum, fours));
             }
             const int done = 3 * v + d;
             if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, next, (turn + 1) % TURNS<C>, then);
