@@ -33,8 +33,8 @@ inline __m256i looked_up(__m128i table, __m256i nibble) { return _mm256_shuffle_
 inline __m256i e2m1(__m256i nibble) { // doubled, plus 12
     return looked_up(_mm_set_epi8(0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12), nibble);
 }
-inline __m256i iq4(__m256i nibble) { // IQ4_VALUES plus 127
-    return looked_up(_mm_set_epi8((char)240, (char)216, (char)196, (char)180, (char)165, (char)152, (char)140, (char)128, 117, 105, 92, 78, 62, 44, 23, 0), nibble);
+inline __m256i iq4(__m256i nibble) { // IQ4_VALUES
+    return looked_up(_mm_set_epi8(113, 89, 69, 53, 38, 25, 13, 1, -10, -22, -35, -49, -65, -83, -104, -127), nibble);
 }
 // Dword 2 half + i of four vectors' lanes comes to vector i.
 inline void transpose_half(__m256i r0, __m256i r1, __m256i r2, __m256i r3, int half, __m256i* to) {
@@ -54,7 +54,7 @@ inline __m256i dwords(__m256i a, __m256i b, int odd) { // the even or odd ones o
     return _mm256_castps_si256(odd ? _mm256_shuffle_ps(x, y, 0xdd) : _mm256_shuffle_ps(x, y, 0x88));
 }
 
-// MOST: the largest number. PARTS: 2 where groups have 16 weights, and where the sum of 32 would not fit 32 bits. DIGIT: bits of a digit of x; ADDED: vectors
+// MOST: the largest number. PARTS: 2 where groups have 16 weights. DIGIT: bits of a digit of x; ADDED: vectors
 // whose products are added in 16 bits.
 template <int NUMBERS_MOST, int NUMBER_OFFSET, int PART_COUNT = 1, int P = 0> struct Whole {
     static constexpr bool KNOWN = true;
@@ -146,31 +146,6 @@ template <> struct Integers<Format::MXFP4> : SmallBlocks<17, 1>, Whole<24, 12> {
         s.d[0] = _mm256_blend_ps(_mm256_blend_ps(_mm256_blend_ps(d, at(5), 32), at(6), 64), at(7), 128);
     }
 };
-// Numbers of 8 bits: the sum of half a block fits 32 bits.
-template <int BLOCK_BYTES, int AT> struct Iq4Blocks : SmallBlocks<BLOCK_BYTES, AT>, Whole<240, 127, 2> {
-    static constexpr int RAW = 2;
-    static void raw(const uint8_t* b, int part, __m256i* t) {
-        const auto row = [&](int i) { return SmallBlocks<BLOCK_BYTES, AT>::row(b, part, i); };
-        transpose_half(row(0), row(1), row(2), row(3), part, t);
-    }
-    static __m256i number(const uint8_t*, const __m256i* t, int v) { return iq4(nibbles_of(t[v / 2], v % 2)); }
-};
-template <> struct Integers<Format::IQ4_NL> : Iq4Blocks<18, 2> {
-    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = s.d[1] = eight(b); }
-};
-template <> struct Integers<Format::IQ4_XS> : Iq4Blocks<16, 8> {
-    static constexpr int BYTES = 136;
-    template <class S> static void scales(const uint8_t* b, S& s) {
-        const __m256i fours = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), twos = _mm256_set_epi32(26, 24, 22, 20, 18, 16, 14, 12);
-        const auto dword = [](const uint8_t* p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)p)); };
-        const __m256i low = _mm256_and_si256(_mm256_srlv_epi32(dword(b + 4), fours), _mm256_set1_epi32(15));
-        const __m256i high = _mm256_and_si256(_mm256_srlv_epi32(dword(b), twos), _mm256_set1_epi32(48)); // of the sixteen bits behind d
-        const __m256i number = _mm256_sub_epi32(_mm256_or_si256(low, high), _mm256_set1_epi32(32));
-        const __m256 d = _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)b)));
-        s.d[0] = s.d[1] = _mm256_mul_ps(d, _mm256_cvtepi32_ps(number));
-    }
-};
-
 // Two groups of 32 in 32 bytes: low nibbles are one, high ones the other. Lanes: groups 0 2 4 6 1 3 5 7.
 template <int MOST> struct KGroups : Whole<MOST, 0, 1, -1> {
     static constexpr int first(int v, int lane) { return 64 * (lane % 4) + 32 * (lane / 4) + 4 * (v / 2) + 16 * ((v % 2) ^ (lane / 4)); }

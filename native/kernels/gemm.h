@@ -11,7 +11,7 @@
 #include "gemm_integers.h"
 #define MOORAGE_INTEGERS
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-#include "gemm_bytes.h"
+#include "bytes_words.h"
 #include "gemm_f8.h"
 #define MOORAGE_INTEGERS
 #define MOORAGE_F8

@@ -40,14 +40,14 @@ def functions(text: str) -> dict[int, list[tuple[str, str]]]:
 
 
 def loop(code: list[tuple[str, str]]) -> list[str]:
-    """The shortest loop that multiplies a step: eight vectors by three digits."""
+    """The shortest loop that multiplies a step: eight vectors by three digits, or by words."""
     where = {at: i for i, (at, _) in enumerate(code)}
     best: list[str] = []
     for i, (_, what) in enumerate(code):
         back = re.match(r"j\w+ +(\w+)$", what)
         if back and where.get(back[1], i) < i:
             body = [w for _, w in code[where[back[1]] : i + 1]]
-            if sum(w.startswith("vpmaddubsw") for w in body) >= 24 and (not best or len(body) < len(best)):
+            if sum(w.startswith("vpmaddubsw") for w in body) >= 16 and (not best or len(body) < len(best)):
                 best = body
     return best
 
