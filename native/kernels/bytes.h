@@ -4,7 +4,7 @@
 // all eight vectors belong to eight groups of 32 (one part), or four each to eight groups of 16 (two parts). A format says where the four
 // weights of a dword begin (`first`; any order will do, x is packed in the same one), gives a part's vectors and its scales lane by lane.
 // What is read of a part is ROWS registers (`row`), which a transposition turns into the RAW ones that numbers are taken from (`raw`: both).
-// OFFSET is what makes numbers unsigned; PLUS: p is added to number times d (-1: taken from it).
+// (Code books: kernels/bytes_grids.h.) OFFSET is what makes numbers unsigned; PLUS: p is added to number times d (-1: taken from it).
 #pragma once
 #include "groups.h"
 #include "kscales.h"
@@ -71,7 +71,10 @@ template <class C> struct Scales { // lane by lane
     __m256 d[C::PARTS], p[C::PARTS];
 };
 
+template <class C> concept Booked = requires { C::SIGNS; }; // magnitudes stand in code books
+
 inline __m128i all(const uint8_t* p) { return _mm_castps_si128(_mm_broadcast_ss((const float*)p)); } // a load alone; gcc 12 shuffles _mm_set1_epi32
+inline __m256 half_everywhere(const uint8_t* p) { return _mm256_broadcastss_ps(_mm_cvtph_ps(all(p))); } // 32 bits are read
 
 // Eight blocks of 32, a lane each: low nibbles are the first half, high ones the last.
 template <int BLOCK_BYTES, int AT> struct SmallBlocks {

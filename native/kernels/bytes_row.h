@@ -15,8 +15,12 @@ inline __attribute__((always_inline)) __m256i here(__m256i v) { // computed here
 }
 
 // t: four registers, of a whole step or of one of its parts.
-template <class C> concept Pieced = C::RAW <= 4 && requires(const uint8_t* b) { C::row(b, 0, 0); };
-template <class C> constexpr int TURNS = C::RAW == C::ROWS ? C::PARTS : 1;
+template <class C> concept Pieced = requires(const uint8_t* b) {
+    C::row(b, 0, 0);
+    requires C::RAW <= 4;
+};
+template <class C> constexpr int TURNS = C::PARTS; // of a step
+template <Pieced C> constexpr int TURNS<C> = C::RAW == C::ROWS ? C::PARTS : 1;
 template <class C> constexpr int PIECES = C::ROWS == 4 ? 8 : 3;
 
 // Piece i of what t is made of: two instructions, three at most.
@@ -53,38 +57,90 @@ template <int D> inline constexpr Words UP{1 << D};
 // What a digit's sums are multiplied by as they are widened; digits of 8 bits are shifted once more before the last.
 template <class C> constexpr const Words& up(int d) { return d == 2 || (d == 1 && C::DIGIT == 8) ? ONE : d == 1 ? UP<7> : C::DIGIT == 8 ? UP<8> : UP<14>; }
 
+// The sums of a part's numbers times x.
+template <class C> struct Sums {
+    __m256i words[3], sum;
+    // Digit d of vector `at` of a step, the `in`-th of its part.
+    inline __attribute__((always_inline)) void add(__m256i number, const XStep& x, int at, int in, int d) {
+        const __m256i pairs = _mm256_maddubs_epi16(number, _mm256_load_si256((const __m256i*)x.digits[d][at]));
+        words[d] = here(in % C::ADDED == 0 ? pairs : _mm256_add_epi16(words[d], pairs));
+        if (in % C::ADDED < C::ADDED - 1) return;
+        if (C::DIGIT == 8 && d == 2) sum = _mm256_slli_epi32(sum, 8); // 2^16 is no word
+        const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)up<C>(d).at));
+        sum = d == 0 && in < C::ADDED ? fours : in < C::ADDED ? _mm256_add_epi32(sum, fours) : here(_mm256_add_epi32(sum, fours));
+    }
+    inline __attribute__((always_inline)) __m256 meet(const Scales<C>& scales, const XStep& x, int part, __m256 acc) {
+        if (!C::PLUS) sum = _mm256_sub_epi32(sum, _mm256_load_si256((const __m256i*)x.offset[part]));
+        return plus<C>(scales, x, part, _mm256_fmadd_ps(scaled<C>(scales, x, part), _mm256_cvtepi32_ps(sum), acc));
+    }
+};
+
 // acc and the products of what t holds with x; what the next turn's products are of comes into t meanwhile.
 template <class C> inline __attribute__((always_inline)) __m256 turn_then(const uint8_t* b, int turn, __m256i* t, const XStep& x, const uint8_t* next, Scales<C>& scales, __m256 acc) {
     constexpr int VECTORS = 8 / C::PARTS, HERE = 8 / TURNS<C>;
     // Products before the first piece, between pieces and before the scales: as measured. What stands late finds the registers of t free.
     constexpr int FIRST = C::ROWS == 2 ? 5 : TURNS<C> == 1 ? 7 : 2, EVERY = C::ROWS == 2 ? 3 : TURNS<C> == 1 ? 2 : 1;
     constexpr int SCALES = C::PARTS == 1 ? (C::PLUS ? 19 : 1) : TURNS<C> == 1 ? 5 : 3 * VECTORS - 1;
-    __m256i words[3], sum, then[4];
+    Sums<C> sums;
+    __m256i then[4];
 #pragma GCC unroll 8
     for (int v = 0; v < HERE; v++) {
         const int part = v / VECTORS, in = v % VECTORS;
         const __m256i number = here(C::number(b, t + part * C::RAW, in));
 #pragma GCC unroll 3
         for (int d = 0; d < 3; d++) {
-            const __m256i pairs = _mm256_maddubs_epi16(number, _mm256_load_si256((const __m256i*)x.digits[d][turn * HERE + v]));
-            words[d] = here(v % C::ADDED == 0 ? pairs : _mm256_add_epi16(words[d], pairs));
-            if (v % C::ADDED == C::ADDED - 1) {
-                if (C::DIGIT == 8 && d == 2) sum = _mm256_slli_epi32(sum, 8); // 2^16 is no word
-                const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)up<C>(d).at));
-                sum = d == 0 && in < C::ADDED ? fours : in < C::ADDED ? _mm256_add_epi32(sum, fours) : here(_mm256_add_epi32(sum, fours));
-            }
+            sums.add(number, x, turn * HERE + v, in, d);
             const int done = 3 * v + d;
             if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, next, (turn + 1) % TURNS<C>, then);
             if (done == SCALES && turn == 0) C::scales(b, scales);
         }
         if (in < VECTORS - 1) continue;
-        if (!C::PLUS) sum = _mm256_sub_epi32(sum, _mm256_load_si256((const __m256i*)x.offset[turn + part]));
-        acc = plus<C>(scales, x, turn + part, _mm256_fmadd_ps(scaled<C>(scales, x, turn + part), _mm256_cvtepi32_ps(sum), acc));
+        acc = sums.meet(scales, x, turn + part, acc);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < C::ROWS; i++) t[i] = then[i];
     return acc;
 }
+
+// What is known of the numbers that come next.
+template <class C> struct Ahead {
+    __m256i t[4];
+    inline __attribute__((always_inline)) explicit Ahead(const uint8_t* b) { all_pieces<C>(b, t); }
+    inline __attribute__((always_inline)) __m256 turn(const uint8_t* b, int turn, const XStep& x, const uint8_t* next, Scales<C>& scales, __m256 acc) {
+        return turn_then<C>(b, turn, t, x, next, scales, acc);
+    }
+};
+// Of code books: a pair of vectors. The next one is looked up before the products of this one, and gets its signs behind them.
+template <Booked C> struct Ahead<C> {
+    __m256i signs[C::SIGNS], numbers[2];
+    inline __attribute__((always_inline)) explicit Ahead(const uint8_t* b) {
+        C::signs(b, 0, signs), C::looked(b, 0, 0, numbers);
+        for (int i = 0; i < 2; i++) numbers[i] = C::number(numbers[i], signs, i);
+    }
+    inline __attribute__((always_inline)) __m256 turn(const uint8_t* b, int part, const XStep& x, const uint8_t* next, Scales<C>& scales, __m256 acc) {
+        constexpr int VECTORS = 8 / C::PARTS;
+        const int then = (part + 1) % C::PARTS;
+        Sums<C> sums;
+        __m256i plus[2];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const bool last = v + 2 >= VECTORS;
+            if (v == VECTORS - 2) {
+                C::signs(next, then, signs);
+                for (__m256i& s : signs) s = here(s);
+            }
+            if (v % 2 == 0) {
+                C::looked(last ? next : b, last ? then : part, (v + 2) % VECTORS / 2, plus);
+                for (__m256i& p : plus) p = here(p);
+            }
+            if (v == 1 && part == 0) C::scales(b, scales);
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) sums.add(numbers[v % 2], x, part * VECTORS + v, v, d);
+            numbers[v % 2] = here(C::number(plus[v % 2], signs, (v + 2) % VECTORS));
+        }
+        return sums.meet(scales, x, part, acc);
+    }
+};
 
 template <class C> __attribute__((noinline)) void one_row(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, const uint8_t* next, float* c) {
     constexpr int LINES = (C::BYTES + 63) / 64;
@@ -92,8 +148,7 @@ template <class C> __attribute__((noinline)) void one_row(const Matrix& m, int64
     const Steps<C> in(m);
     alignas(32) uint8_t last[2][C::BYTES]; // of a row and of the one behind it
     const uint8_t *base = m.data + r0 * m.stride, *b = in.at(base, 0, last[0]);
-    __m256i t[4];
-    all_pieces<C>(b, t);
+    Ahead<C> ahead(b);
     for (int r = 0; r < nr; r++) {
         const uint8_t *row = base + r * m.stride, *line = rows_ahead(base, m.stride, r, nr, 1, next);
         __m256 acc = _mm256_setzero_ps();
@@ -104,7 +159,7 @@ template <class C> __attribute__((noinline)) void one_row(const Matrix& m, int64
             const XStep& step = x[s * rows];
             Scales<C> scales;
 #pragma GCC unroll 2
-            for (int turn = 0; turn < TURNS<C>; turn++) acc = turn_then<C>(b, turn, t, step, turn + 1 < TURNS<C> ? b : then, scales, acc);
+            for (int turn = 0; turn < TURNS<C>; turn++) acc = ahead.turn(b, turn, step, turn + 1 < TURNS<C> ? b : then, scales, acc);
             b = then;
         }
         c[r] = total(acc);

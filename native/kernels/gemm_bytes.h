@@ -38,10 +38,21 @@ inline __attribute__((always_inline)) __m256 part_sum(const __m256i (&numbers)[8
     return _mm256_cvtepi32_ps(sum);
 }
 template <class C> inline __attribute__((always_inline)) void numbers_of(const uint8_t* b, int part, __m256i* to) {
-    __m256i raw[C::RAW];
-    C::raw(b, part, raw);
+    constexpr int VECTORS = 8 / C::PARTS;
+    if constexpr (Booked<C>) {
+        __m256i signs[C::SIGNS];
+        C::signs(b, part, signs);
 #pragma GCC unroll 8
-    for (int v = 0; v < 8 / C::PARTS; v++) to[v] = C::number(b, raw, v);
+        for (int v = 0; v < VECTORS; v++) {
+            if (v % 2 == 0) C::looked(b, part, v / 2, to + v);
+            to[v] = C::number(to[v], signs, v);
+        }
+    } else {
+        __m256i raw[C::RAW];
+        C::raw(b, part, raw);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) to[v] = C::number(b, raw, v);
+    }
 }
 
 // T rows of x against rows [r0, r0 + nr), one after the other: so the hardware's streams follow what is read. Three or four rows of x are more than
@@ -173,10 +184,10 @@ __attribute__((noinline)) void one_round(const Matrix& m, int64_t r0, int nr, co
 // n rows of x, of a panel of `rows`, against rows [r0, r0 + nr): c[t * BLOCK + r].
 template <class C>
 __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
-    if constexpr (Pieced<C>)
+    if constexpr (Pieced<C> || Booked<C>)
         if (n == 1) return one_row<C>(m, r0, nr, x, rows, next, c);
     if (n <= 4) {
-        const auto few = n == 1 ? few_rows<C, Pieced<C> ? 2 : 1> : n == 2 ? few_rows<C, 2> : n == 3 ? few_rows<C, 3> : few_rows<C, 4>;
+        const auto few = n == 1 ? few_rows<C, Pieced<C> || Booked<C> ? 2 : 1> : n == 2 ? few_rows<C, 2> : n == 3 ? few_rows<C, 3> : few_rows<C, 4>;
         return few(m, r0, nr, x, rows, next, c);
     }
     for (int64_t t = 0; t < n; t += ROUND) one_round<C>(m, r0, nr, x + t, rows, (int)(n - t < ROUND ? n - t : ROUND), t ? nullptr : next ? next : m.data + r0 * m.stride, c + t * BLOCK);

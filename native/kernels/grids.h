@@ -82,12 +82,12 @@ constexpr uint16_t IQ3_XXS_CODES[256] = {
     0x7052, 0x7126, 0x7140, 0x7212, 0x7245, 0x7252, 0x7300, 0x7315, 0x7333, 0x7360, 0x7421, 0x7441, 0x7500, 0x7502, 0x7524, 0x7630,
 };
 
-// Codes spelled out: one byte a magnitude, low byte first.
+// Codes spelled out: one byte a magnitude (or a sum with `plus`), low byte first.
 template <int N, int BITS> struct Grid {
     uint64_t at[N];
-    constexpr Grid(const uint16_t* codes, const uint8_t* levels) : at() {
+    constexpr Grid(const uint16_t* codes, const uint8_t* levels, int plus = 0) : at() {
         for (int i = 0; i < N; i++)
-            for (int j = 0; j < 16 / BITS; j++) at[i] |= (uint64_t)levels[codes[i] >> BITS * j & ((1 << BITS) - 1)] << 8 * j;
+            for (int j = 0; j < 16 / BITS; j++) at[i] |= (uint64_t)(levels[codes[i] >> BITS * j & ((1 << BITS) - 1)] + plus) << 8 * j;
     }
 };
 inline constexpr Grid<256, 2> IQ2_XXS_GRID(IQ2_XXS_CODES, IQ2_LEVELS);
