@@ -2,6 +2,7 @@
 """Where the time of a decode step goes inside of the native module, part by part: what is read, how fast, and what threads wait.
 
     ops/bench/step_profile.py --model FILE [--depth 0,2048] [--rows 1,4] [--rounds 24] [--out docs/results/NAME.json]
+    ops/bench/step_profile.py --model FILE --prompt 512 [--rounds 24] [--out ...]       of a prompt instead, without what is alone
 
 The module keeps when every run of tasks was asked for and done and when each thread was at it. Between steps the same process and
 threads read the same weights plainly and compute the same experts alone, so that all are of the same seconds of a machine whose
@@ -177,6 +178,19 @@ def rounds(
     return found[WARM_UP:][:count], waits[WARM_UP:][:count]
 
 
+def prompts(loop: worker.Worker, channel: Channel, alone: Alone, length: int, count: int) -> tuple[list[dict], list[dict]]:
+    """`count` times a prompt nobody has sent before, with its first token: parts, and what it loses."""
+    source, found, waits = random.Random(length), [], []
+    for i in range(WARM_UP + count):
+        channel.inbox.append(asked(f"prompt {i}", source, length, 1))
+        runs: list[Run] = []
+        while loop._scheduler.busy or channel.inbox:
+            runs += alone.traced(loop._turn)
+        found.append({"step": {"us": (runs[-1].done - runs[0].asked) / 1e3}} | parts_of(runs))
+        waits.append(lost(runs))
+    return found[WARM_UP:], waits[WARM_UP:]
+
+
 def summary(found: list[dict]) -> dict[str, dict[str, float]]:
     """Medians over rounds; GB/s is of each round, then the median."""
     names = sorted(
@@ -194,7 +208,8 @@ def summary(found: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def shown(cell: dict) -> str:
-    lines = [f"depth {cell['depth']}, {cell['sequences']} sequences, others used {cell['foreign']:.0%}"]
+    what = f"prompt of {cell['prompt']}" if "prompt" in cell else f"depth {cell['depth']}, {cell['sequences']} sequences"
+    lines = [f"{what}, others used {cell['foreign']:.0%}"]
     for name, part in cell["parts"].items():
         rate = f"{part['bytes'] / 1e6:8.1f} MB {part['GB/s']:6.1f} GB/s" if part.get("bytes") else " " * 23
         waits = f"wake {part['wake_us']:6.1f} tail {part['tail_us']:6.1f} runs {part['runs']:.0f}" if "wake_us" in part else ""
@@ -205,6 +220,7 @@ def shown(cell: dict) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=24, help="steps measured (default 24)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt that is measured instead of steps")
     return parser.parse_args()
 
 
@@ -218,11 +234,17 @@ def main() -> int:
     config = EngineConfig(model=str(args.model), threads=args.threads, kernels="cpu")
     loop = worker.Worker(channel, building.build(config, lambda fraction, stage: None))
     cells = []
-    for depth, rows in itertools.product(args.depth, args.rows):
+    for depth, rows in [(0, 1)] if args.prompt else itertools.product(args.depth, args.rows):
         share, own = machine.Share.start(), machine.process_seconds([os.getpid()])
-        found, waits = rounds(loop, channel, Alone(*kept, rows), depth, rows, args.rounds)
+        alone = Alone(*kept, rows)
+        if args.prompt:
+            found, waits = prompts(loop, channel, alone, args.prompt, args.rounds)
+            cell = {"prompt": args.prompt}
+        else:
+            found, waits = rounds(loop, channel, alone, depth, rows, args.rounds)
+            cell = {"depth": depth, "sequences": rows}
         foreign = round(share.foreign(machine.process_seconds([os.getpid()]) - own), 3)
-        cell = {"depth": depth, "sequences": rows, "rounds": len(found), "foreign": foreign, "parts": summary(found)}
+        cell |= {"rounds": len(found), "foreign": foreign, "parts": summary(found)}
         cells.append(cell | {"lost": {key: round(statistics.median(each[key] for each in waits), 4) for key in waits[0]}})
         print(shown(cells[-1]), flush=True)
     if args.out:
