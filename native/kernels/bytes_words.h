@@ -8,13 +8,20 @@
 
 namespace MOORAGE_ISA {
 
-// A format of signed numbers whose groups have 32 (kernels/bytes.h).
-template <class C> concept Worded = requires { C::WORDS; };
-struct ByWords {
-    static constexpr bool KNOWN = true, WORDS = true;
-    static constexpr int PARTS = 1, PLUS = 0;
+// A format of signed numbers whose groups have 32 (kernels/bytes.h). HALVES: times that `row`, `raw` and `number` are asked for a step's eight vectors.
+template <class C> concept Worded = requires { C::HALVES; };
+template <int TIMES> struct ByWords {
+    static constexpr bool KNOWN = true;
+    static constexpr int PARTS = 1, PLUS = 0, HALVES = TIMES;
 };
-template <int BLOCK_BYTES, int AT> struct Iq4Blocks : SmallBlocks<BLOCK_BYTES, AT>, ByWords {
+template <> struct Integers<Format::Q8_0> : SmallBlocks<34, 2>, ByWords<2> {
+    static constexpr int first(int v, int lane) { return 32 * lane + 4 * v; }
+    static __m256i row(const uint8_t* b, int half, int i) { return SmallBlocks::row(b + 16 * half, 0, i); }
+    static void raw(const uint8_t* b, int half, __m256i* t) { four_rows<Integers>(b, half, t); }
+    static __m256i number(const uint8_t*, const __m256i* t, int v) { return t[v]; }
+    template <class S> static void scales(const uint8_t* b, S& s) { s.d[0] = eight(b); }
+};
+template <int BLOCK_BYTES, int AT> struct Iq4Blocks : SmallBlocks<BLOCK_BYTES, AT>, ByWords<1> {
     static __m256i number(const uint8_t*, const __m256i* t, int v) { return iq4(nibbles_of(t[v / 2], v % 2)); }
 };
 template <> struct Integers<Format::IQ4_NL> : Iq4Blocks<18, 2> {
@@ -60,31 +67,61 @@ template <Worded C> void pack_step(const float* x, XStep& to) {
 // One row of x (kernels/bytes_row.h). Even numbers become words by a multiplication with (1, 0): with shifts they were two instructions for two pipes.
 template <Worded C>
 inline __attribute__((always_inline)) __m256 turn_then(const uint8_t* b, int, __m256i* t, const XStep& x, const uint8_t* next, Scales<C>& scales, __m256 acc) {
-    constexpr int FIRST = 7, EVERY = 2, SCALES = 1; // as measured
-    __m256i a, words, low, then[4];
+    constexpr int HERE = 8 / C::HALVES, FIRST = C::HALVES == 1 ? 7 : 1, EVERY = C::HALVES == 1 ? 2 : 1, SCALES = C::HALVES == 1 ? 1 : 11; // as measured
+    __m256i a, words, low;
+#pragma GCC unroll 2
+    for (int half = 0; half < C::HALVES; half++) {
+        __m256i then[4];
+#pragma GCC unroll 8
+        for (int i = 0; i < HERE; i++) {
+            const int v = half * HERE + i;
+            const __m256i number = here(C::number(b, t, i));
+#pragma GCC unroll 3
+            for (int k = 0; k < 3; k++) {
+                if (k == 2) {
+                    const __m256i pairs = _mm256_maddubs_epi16(b_of(x, v), number);
+                    words = here(v % 4 ? _mm256_add_epi16(words, pairs) : pairs);
+                } else {
+                    const __m256i sums = _mm256_madd_epi16(k ? _mm256_srai_epi16(number, 8) : _mm256_maddubs_epi16(at(ONE.at), number), a_of(x, v, k));
+                    a = here(v || k ? _mm256_add_epi32(a, sums) : sums);
+                }
+                const int done = 3 * i + k, from = half + 1 < C::HALVES ? half + 1 : 0;
+                if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, from ? b : next, from, then);
+                if (done == SCALES && half == 0) C::scales(b, scales);
+            }
+            if (v % 4 < 3) continue;
+            const __m256i wide = _mm256_madd_epi16(words, at(ONE.at));
+            low = v == 3 ? wide : _mm256_add_epi32(low, wide);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) t[i] = then[i];
+    }
+    return _mm256_fmadd_ps(scaled<C>(scales, x, 0), whole(_mm256_cvtepi32_ps(a), low), acc);
+}
+
+// A few rows of x: a vector's words are made once for all of them, sums are in registers.
+template <Worded C, int T> inline __attribute__((always_inline)) void add_step(const uint8_t* b, const XStep* x, __m256 (&acc)[T]) {
+    constexpr int HERE = 8 / C::HALVES;
+    Scales<C> scales;
+    C::scales(b, scales);
+    __m256i t[4], a[T], words[T], low[T];
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) {
-        const __m256i number = here(C::number(b, t, v));
-#pragma GCC unroll 3
-        for (int k = 0; k < 3; k++) {
-            if (k == 2) {
-                const __m256i pairs = _mm256_maddubs_epi16(b_of(x, v), number);
-                words = here(v % 4 ? _mm256_add_epi16(words, pairs) : pairs);
-            } else {
-                const __m256i sums = _mm256_madd_epi16(k ? _mm256_srai_epi16(number, 8) : _mm256_maddubs_epi16(at(ONE.at), number), a_of(x, v, k));
-                a = here(v || k ? _mm256_add_epi32(a, sums) : sums);
-            }
-            const int done = 3 * v + k;
-            if (done >= FIRST && (done - FIRST) % EVERY == 0 && (done - FIRST) / EVERY < PIECES<C>) piece<C>((done - FIRST) / EVERY, next, 0, then);
-            if (done == SCALES) C::scales(b, scales);
+        if (v % HERE == 0) C::raw(b, v / HERE, t);
+        const __m256i number = here(C::number(b, t, v % HERE)), even = here(_mm256_maddubs_epi16(at(ONE.at), number)), odd = here(_mm256_srai_epi16(number, 8));
+#pragma GCC unroll 4
+        for (int n = 0; n < T; n++) {
+            const __m256i evens = _mm256_madd_epi16(even, a_of(x[n], v, 0)), pairs = _mm256_maddubs_epi16(b_of(x[n], v), number);
+            a[n] = here(v ? _mm256_add_epi32(a[n], evens) : evens);
+            a[n] = here(_mm256_add_epi32(a[n], _mm256_madd_epi16(odd, a_of(x[n], v, 1))));
+            words[n] = here(v % 4 ? _mm256_add_epi16(words[n], pairs) : pairs);
+            if (v % 4 < 3) continue;
+            const __m256i wide = _mm256_madd_epi16(words[n], at(ONE.at));
+            low[n] = v == 3 ? wide : here(_mm256_add_epi32(low[n], wide));
         }
-        if (v % 4 < 3) continue;
-        const __m256i wide = _mm256_madd_epi16(words, at(ONE.at));
-        low = v == 3 ? wide : _mm256_add_epi32(low, wide);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) t[i] = then[i];
-    return _mm256_fmadd_ps(scaled<C>(scales, x, 0), whole(_mm256_cvtepi32_ps(a), low), acc);
+    for (int n = 0; n < T; n++) acc[n] = _mm256_fmadd_ps(scaled<C>(scales, x[n], 0), whole(_mm256_cvtepi32_ps(a[n]), low[n]), acc[n]);
 }
 
 // A step of a row of weights, as many rows of x read it.
@@ -94,10 +131,11 @@ struct alignas(32) Numbers {
 };
 template <Worded C> inline void numbers_of(const uint8_t* b, Numbers& to) {
     __m256i t[4];
-    C::raw(b, 0, t);
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) {
-        const __m256i number = C::number(b, t, v);
+        constexpr int HERE = 8 / C::HALVES;
+        if (v % HERE == 0) C::raw(b, v / HERE, t);
+        const __m256i number = C::number(b, t, v % HERE);
         set(to.words[v][0], _mm256_maddubs_epi16(at(ONE.at), number)), set(to.words[v][1], _mm256_srai_epi16(number, 8)), set(to.bytes[v], number);
     }
 }
@@ -150,6 +188,7 @@ template <int T> __attribute__((noinline)) void words_tile(const Numbers* w, con
 template <Worded C>
 __attribute__((noinline)) void integer_products(const Matrix& m, int64_t r0, int nr, const XStep* x, int64_t rows, int64_t n, const uint8_t* next, float* c) {
     if (n == 1) return one_row<C>(m, r0, nr, x, rows, next, c);
+    if (n <= 4) return (n == 2 ? few_rows<C, 2> : n == 3 ? few_rows<C, 3> : few_rows<C, 4>)(m, r0, nr, x, rows, next, c);
     const int64_t steps = steps_of(m.cols);
     const Steps<C> in(m);
     alignas(32) float acc[TOKENS][BLOCK][8];

@@ -55,6 +55,22 @@ template <class C> inline __attribute__((always_inline)) void numbers_of(const u
     }
 }
 
+// acc += a step of a row of weights times T rows of x.
+template <class C, int T> inline __attribute__((always_inline)) void add_step(const uint8_t* b, const XStep* x, __m256 (&acc)[T]) {
+    Scales<C> scales;
+    C::scales(b, scales);
+#pragma GCC unroll 2
+    for (int part = 0; part < C::PARTS; part++) {
+        __m256i numbers[8 / C::PARTS];
+        numbers_of<C>(b, part, numbers);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t++) {
+            acc[t] = plus<C>(scales, x[t], part, _mm256_fmadd_ps(scaled<C>(scales, x[t], part), part_sum<C>(numbers, x[t], part), acc[t]));
+            if (T > 1) in_order();
+        }
+    }
+}
+
 // T rows of x against rows [r0, r0 + nr), one after the other: so the hardware's streams follow what is read. Three or four rows of x are more than
 // L1 holds and are multiplied PART steps at a time, with all rows; in between the sums are in memory.
 template <class C, int T>
@@ -78,19 +94,7 @@ __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, con
                 for (int i = 0; i < LINES; i++) __builtin_prefetch(line + 64 * i, 0, 2);
                 const uint8_t* b = in.at(row, s, last);
                 in_order(); // x comes from memory for every row: kept in registers it would be spilled
-                Scales<C> scales;
-                C::scales(b, scales);
-#pragma GCC unroll 2
-                for (int part = 0; part < C::PARTS; part++) {
-                    __m256i numbers[8 / C::PARTS];
-                    numbers_of<C>(b, part, numbers);
-#pragma GCC unroll 4
-                    for (int t = 0; t < T; t++) {
-                        const XStep& step = x[s * rows + t];
-                        acc[t] = plus<C>(scales, step, part, _mm256_fmadd_ps(scaled<C>(scales, step, part), part_sum<C>(numbers, step, part), acc[t]));
-                        if (T > 1) in_order();
-                    }
-                }
+                add_step<C>(b, x + s * rows, acc);
             }
 #pragma GCC unroll 4
             for (int t = 0; t < T; t++)

@@ -4,22 +4,6 @@
 
 namespace MOORAGE_ISA {
 
-struct ReaderQ8_0 {
-    static constexpr int UNROLL = 1;
-    const uint8_t* row;
-    ReaderQ8_0(Format, const uint8_t* p, int64_t) : row(p) {}
-    void begin(int64_t) const {}
-    void group(int64_t g, F& a, F& b) const {
-        const uint8_t* p = row + g * 34;
-        const F scale = splat_half(p);
-        a = load_i8((const int8_t*)p + 2) * scale, b = load_i8((const int8_t*)p + 18) * scale;
-    }
-    static F splat_half(const uint8_t* p) {
-        const VF d = (VF)_mm256_cvtph_ps(_mm_set1_epi16((short)u16(p)));
-        return {{d, d}};
-    }
-};
-
 inline __m256i thirty_two(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 struct ReaderF8_E4M3 {
     static constexpr int UNROLL = 4;
@@ -59,7 +43,6 @@ struct ReaderF8_E4M3 {
     }
 };
 
-template <> struct Best<Format::Q8_0> { using Reader = ReaderQ8_0; };
 template <> struct Best<Format::F8_E4M3> { using Reader = ReaderF8_E4M3; };
 
 } // namespace MOORAGE_ISA
