@@ -181,3 +181,16 @@ def test_the_interface_number_is_of_these_signatures() -> None:
     signatures = re.findall(pattern, source, re.M)
     digest = hashlib.sha256("\n".join(" ".join(text.split()) for text in signatures).encode()).hexdigest()[:16]
     assert (cpu.ABI, digest) == (8, "e32ca6e64d5128f6"), signatures
+
+
+def test_scratch_of_a_few_rows_takes_no_huge_page() -> None:
+    """Two dozen buffers are first used by an engine's first prompt, and a fresh huge page takes as long as a step."""
+
+    def huge() -> str:
+        return re.search(r"AnonHugePages: .*", Path("/proc/self/smaps_rollup").read_text())[0]
+
+    ops, w, before = CpuOps(threads=1), torch.randn(64, 256).bfloat16(), huge()
+    x = ops.linear(torch.randn(16, 256), torch.randn(256, 256))
+    ids, weights = torch.tensor([[0, 1]] * 16, dtype=torch.int32), torch.ones(16, 2)
+    ops.moe(x, ids, weights, w.view(2, 32, 256), torch.randn(2, 256, 16).bfloat16(), "silu")
+    assert huge() == before
