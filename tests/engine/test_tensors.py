@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from engine import tensors
+from engine import lean, tensors
 from engine.kernels.ops import KVLayer, Quant, Segments, StateLayer
 from engine.models.load import load_model
 from engine.models.spec import AttentionSpec, DeltaNetSpec
@@ -225,3 +225,12 @@ def test_nothing_of_the_engine_process_imports_torch_or_text_by_itself() -> None
     env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
     assert done.stdout == "[]\n"
+
+
+def test_threads_that_torch_may_use_are_told_when_it_comes() -> None:
+    comes = lean._Later()
+    comes.threads = 3  # as `use_threads` leaves it before anybody has asked for torch
+    try:
+        assert comes.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)

@@ -23,6 +23,21 @@ def test_against_the_truth(ops, truth, hq: int, hkv: int, dim: int, window) -> N
     close(run(ops, qkv, fresh(6, hkv, dim), [70, 71, 72, n], table, window), want, 5e-5)
 
 
+def test_a_window_that_begins_with_the_last_key_of_a_span(ops, truth) -> None:
+    """Token 574 sees 64 tokens, of which the first, 511, is the last of 512."""
+    qkv, table = random_qkv(600, 4, 2, 32), list(range(10))
+    want = run(truth, qkv, fresh(10, 2, 32, torch.float32), [600], table, 64)
+    close(run(ops, qkv, fresh(10, 2, 32), [574, 575, 576, 600], table, 64)[570:580], want[570:580], 5e-5)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_single_tokens_at_the_borders_of_pages(ops, window) -> None:
+    qkv, table = random_qkv(140, 4, 2, 24), [2, 0, 1]
+    whole = run(ops, qkv, fresh(3, 2, 24), [140], table, window)
+    steps = [62, 63, 64, 65, 126, 127, 128, 129, 140]
+    assert torch.equal(run(ops, qkv, fresh(3, 2, 24), steps, table, window), whole)
+
+
 def test_keys_land_in_their_pages(ops) -> None:
     q, k, v = random_qkv(70, 2, 2, 16)
     kv = fresh(4, 2, 16)

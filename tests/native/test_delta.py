@@ -29,6 +29,17 @@ def test_against_the_truth(ops, truth, spec, n: int) -> None:
     assert torch.equal(mine.conv, theirs.conv)
 
 
+@pytest.mark.parametrize("spec", [SPEC, ODD], ids=["small", "odd"])
+def test_keys_near_zero_and_gates_far_from_it(ops, truth, spec) -> None:
+    qkv, a, b, weights = inputs(spec, 7)
+    data = (qkv * 1e-3, a + 40, b, weights | {"a_log": weights["a_log"] - 6})  # epsilon counts; softplus is its argument
+    mine, theirs = empty(spec, 1), empty(spec, 1)
+    for state in (mine, theirs):
+        state.s[0] = torch.randn(state.s.shape[1:], generator=torch.Generator().manual_seed(3)) / 4
+    close(run(ops, spec, data, [7], mine), run(truth, spec, data, [7], theirs), 2e-5)
+    close(mine.s, theirs.s, 2e-5)
+
+
 @settings(max_examples=20)
 @given(n=st.integers(1, 90), cuts=st.lists(st.integers(1, 89), max_size=6), spec=st.sampled_from([SPEC, ODD]))
 def test_any_chunking_gives_the_same_bits(n: int, cuts: list[int], spec) -> None:

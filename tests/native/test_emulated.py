@@ -70,6 +70,22 @@ def test_the_best_set_of_a_processor_is_chosen(machine) -> None:
     assert program.SETS[int(best)] == name
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("trinity_apu", "base"),  # FMA without AVX2
+        ("corei7_haswell_4770", "avx2"),
+        ("arrow_lake", "avx2"),  # VNNI without AVX-512
+        ("corei3_cnl", "avx512"),  # VBMI without VNNI
+    ],
+)
+def test_other_processors_choose(kernels, model: str, name: str) -> None:
+    rom, elf = kernels
+    case = program.Case(program.BEST, [], [], (1,))
+    out = emulator.run(ROOT / ".cache/bochs/bochs", model, rom, elf, program.stdin_of([case]), 4)
+    assert program.SETS[int(program.results_of([case], out)[0])] == name
+
+
 def test_a_program_that_ends_badly_is_noticed(kernels) -> None:
     with pytest.raises(emulator.Failed, match="status 0x0000000000000002"):
         emulator.run(ROOT / ".cache/bochs/bochs", MODELS["avx512"], *kernels, stdin=b"", room=64)

@@ -70,6 +70,13 @@ def test_ties_go_to_the_lower_expert(ops) -> None:
     close(weights, torch.full((2, 3), 1 / 3), 1e-6)
 
 
+def test_a_score_that_is_no_number_comes_last_and_weighs_nothing(ops) -> None:
+    spec = MoeSpec(experts=4, top_k=4, inter=1, score="sigmoid")
+    ids, weights = ops.route(torch.tensor([[0.0, float("nan"), 0.0, 0.0]]), spec)
+    assert ids.tolist() == [[0, 2, 3, 1]] and weights[0, 3] == 0
+    close(weights[:, :3], torch.full((1, 3), 1 / 3), 1e-6)
+
+
 def experts_of(kind: str, e: int, inter: int, hidden: int, rng):
     if kind == "bf16":
         up, down = torch.randn(e, 2 * inter, hidden, generator=rng) / 8, torch.randn(e, hidden, inter, generator=rng) / 8

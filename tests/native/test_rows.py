@@ -20,6 +20,14 @@ def test_gated_norm(ops, truth, rng, dim: int) -> None:
     close(ops.gated_norm(x, z, w, 1e-6), truth.gated_norm(x, z, w, 1e-6), 1e-6)
 
 
+def test_epsilon_bounds_what_becomes_of_small_rows(ops, truth, rng) -> None:
+    x, z, w = 1e-3 * torch.randn(5, 33, generator=rng), torch.randn(5, 33, generator=rng), torch.randn(33, generator=rng)
+    for eps in (1e-6, 1e-5):
+        close(ops.rms_norm(x, w, eps, True), truth.rms_norm(x, w, eps, True), 1e-6)
+        close(ops.gated_norm(x, z, w, eps), truth.gated_norm(x, z, w, eps), 1e-6)
+        close(ops.add_norm(x.clone(), x, w, eps), truth.add_norm(x.clone(), x, w, eps), 1e-6)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("dim", "rot"), [(64, 64), (256, 64), (20, 12), (40, 36)])
 def test_rope(ops, truth, rng, interleaved: bool, dim: int, rot: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import hostmem
+from engine.experts.pool import Room
 from engine.kernels.reference import ReferenceOps
 from engine.models import gguf as gguf_file
 from engine.models.load import load_model, required_bytes
 from engine.models.names import JOINED, joined, unpaired_rows, untiled_rows
+from engine.nn.experts import expert_banks
 from tests.support.tiny import make_tiny
 from tests.support.tiny_gguf import write_gguf
 
@@ -234,12 +237,37 @@ def flags_of_mapping(address: int) -> list[str]:
     return []
 
 
+class AsStored(ReferenceOps):
+    weight_bytes = None
+
+    def prepare(self, weight):
+        return weight
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no transparent huge pages"
+)
+
+
+@needs_huge_pages
 def test_huge_pages_are_asked_for() -> None:
     bank = torch.empty(32 << 20, dtype=torch.uint8)
     assert not hostmem.prefer_huge_pages(bank.data_ptr(), 3 << 20), "too small to hold a whole one for certain"
-    if not hostmem.prefer_huge_pages(bank.data_ptr(), bank.nbytes):
-        pytest.skip("this kernel has no transparent huge pages")
+    assert hostmem.prefer_huge_pages(bank.data_ptr(), bank.nbytes)
     assert "hg" in flags_of_mapping(bank.data_ptr() + (1 << 20))  # as proc(5) names MADV_HUGEPAGE
+    read_into = hostmem.huge(4 << 20)
+    assert "hg" in flags_of_mapping(ctypes.addressof(ctypes.c_char.from_buffer(read_into)))
+
+
+@needs_huge_pages
+def test_experts_that_are_copied_lie_in_huge_pages(tmp_path) -> None:
+    """Into banks when a model is loaded, and into slots."""
+    make_tiny("qwen3_moe", tmp_path, torch.bfloat16, hidden_size=512, moe_intermediate_size=1024, num_hidden_layers=1)
+    loaded = load_model(tmp_path, AsStored())
+    (bank,) = expert_banks(loaded.spec, loaded.weights)
+    for held in (bank, Room(bank, 8).bank):
+        for weight in (held.gate_up, held.down):
+            assert weight.nbytes >= 4 << 20 and "hg" in flags_of_mapping(weight.data_ptr() + weight.nbytes // 2)
 
 
 def test_no_huge_pages_is_no_error(monkeypatch) -> None:

@@ -1,15 +1,20 @@
 """What the worker's loop does after a wish to stop, with a clock that only moves when told."""
 
+import os
 from dataclasses import dataclass, field
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
+from engine.build import build
 from engine.config import EngineConfig
 from engine.ipc import BACKGROUND, DRAIN_S, Done, Generate, RequestError
 from engine.mapped import FileChanged
 from engine.worker import WARM_S, Worker
 from tests.engine.serve.fake_worker import fake_build
-from tests.engine.serve.harness import generate
+from tests.engine.serve.harness import Engine, generate
+from tests.support.tiny import make_tiny
+from tests.support.tiny_gguf import write_gguf
 
 
 @dataclass
@@ -63,6 +68,21 @@ def test_a_model_that_was_changed_underneath_ends_the_process_and_commits_nothin
     end = loop.end("kept")
     assert (end.status, end.code, end.message) == (502, "model_changed", "model.gguf was changed")
     assert all(isinstance(m, RequestError) for m in loop.sent[before:])
+
+
+def test_a_step_on_a_file_that_was_written_to_is_not_answered_with(tmp_path) -> None:
+    """A start maps what it can, and looks at the file behind every step."""
+    pytest.importorskip("engine.kernels.cpu", reason="only native kernels compute on a mapped file")
+    file = tmp_path / "model.gguf"
+    write_gguf(make_tiny("qwen3_moe", tmp_path / "hf", hidden_size=64, moe_intermediate_size=64), file, Type.Q8_0)
+    config = EngineConfig(model=str(file), kernels="cpu", threads=1, max_context=256, kv_bytes=1 << 24)
+    parts = build(config, lambda *_: None)
+    assert parts.mapped > 0
+    engine = Engine(parts)
+    engine.run(generate("before", [5, 6, 7], 2))
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(FileChanged):
+        engine.run(generate("behind", [8, 9], 2))
 
 
 def test_what_requests_may_ask_for_is_prepared_when_none_has_come_for_a_while() -> None:
