@@ -194,3 +194,10 @@ def test_scratch_of_a_few_rows_takes_no_huge_page() -> None:
     ids, weights = torch.tensor([[0, 1]] * 16, dtype=torch.int32), torch.ones(16, 2)
     ops.moe(x, ids, weights, w.view(2, 32, 256), torch.randn(2, 256, 16).bfloat16(), "silu")
     assert huge() == before
+
+
+def test_kernels_of_other_bits_have_another_name(monkeypatch) -> None:
+    """By it cached tokens are told apart."""
+    name = CpuOps(threads=1).numerics
+    monkeypatch.setattr(_native, "NUMERICS", _native.NUMERICS + 1)
+    assert CpuOps(threads=1).numerics != name

@@ -149,6 +149,17 @@ def test_the_whole_range_of_u_is_walked() -> None:
         assert runner._native.sample_row(row, None, 1.0, 0, 1.0, 0.0, u, -1) == sampling.draw(row, p, u)
 
 
+@pytest.mark.parametrize("size", [100, 3000])  # sorted at once, and through buckets
+@pytest.mark.parametrize("cut", [{"top_p": 0.1}, {"top_k": 10}, {"top_k": 50, "top_p": 0.2}])
+def test_of_equals_at_the_border_the_lower_tokens_stay(size: int, cut: dict) -> None:
+    row, kept = np.zeros(size, np.float32), size // 10 if cut == {"top_p": 0.1} else 10
+    for seed in range(40):
+        seq = sequence(Sampling(temperature=1.0, **cut))
+        seq.sampler.seed = seed
+        agree(row, seq)
+        assert sample_row(row.copy(), seq)[0] <= kept
+
+
 def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
     row = np.zeros(8, np.float32)
     for p in (Sampling(logit_bias={8: 1.0}), Sampling(banned=(-1,))):
