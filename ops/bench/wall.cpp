@@ -21,7 +21,7 @@
 using namespace MOORAGE_ISA;
 
 constexpr int64_t COLS = 2048, AREAS = 6, BYTES = 192 << 20; // more than the caches hold; a turn is one area
-enum Turn { READ, MEMORY, CACHE, TURNS };
+enum Turn { READ, MEMORY, CACHE, KINDS };
 
 static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 static double at(std::vector<double> v, double q) {
@@ -66,21 +66,21 @@ struct Bench {
         double end = 0;
         std::thread other([&] {
             bind(1);
-            for (int i = 0; i < TURNS * rounds; i++) {
+            for (int i = 0; i < KINDS * rounds; i++) {
                 while (begun.load() <= i) {}
-                turn(1, (Turn)(i % TURNS), i / TURNS);
+                turn(1, (Turn)(i % KINDS), i / KINDS);
                 end = now();
                 ended.store(i + 1);
             }
         });
         bind(0);
-        for (int i = 0; i < TURNS * rounds; i++) {
+        for (int i = 0; i < KINDS * rounds; i++) {
             const double start = now();
             begun.store(i + 1);
-            turn(0, (Turn)(i % TURNS), i / TURNS);
+            turn(0, (Turn)(i % KINDS), i / KINDS);
             const double mine = now();
             while (ended.load() <= i) {}
-            rate[i % TURNS].push_back(2e-9 * (double)bytes() / (std::max(mine, end) - start));
+            rate[i % KINDS].push_back(2e-9 * (double)bytes() / (std::max(mine, end) - start));
         }
         other.join();
     }
@@ -100,11 +100,11 @@ int main(int argc, char** argv) {
         const bool high = b.format == Format::NVFP4_SCALED || b.format == Format::F8_E4M3; // scales of usual size: subnormal products are slow
         memset(data, high ? 0x3c : b.format == Format::MXFP4 ? 0x77 : 0x11, BYTES);
         pack(b.panel, b.format, 1, COLS, 0, x, nullptr);
-        std::vector<double> rate[TURNS];
+        std::vector<double> rate[KINDS];
         b.run(rounds, rate);
         printf("%s\n \"%s\": {", n++ ? "," : "", FORMATS[f].name);
         const char* names[] = {"read", "memory", "cache"};
-        for (int t = 0; t < TURNS; t++) printf("\"%s_gb_s\": %.2f, \"%s_best_gb_s\": %.2f, ", names[t], at(rate[t], 0.5), names[t], at(rate[t], 0.9));
+        for (int t = 0; t < KINDS; t++) printf("\"%s_gb_s\": %.2f, \"%s_best_gb_s\": %.2f, ", names[t], at(rate[t], 0.5), names[t], at(rate[t], 0.9));
         const auto ratio = [&](int a, int b) {
             std::vector<double> v;
             for (int r = 0; r < rounds; r++) v.push_back(rate[a][r] / rate[b][r]);
