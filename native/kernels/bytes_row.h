@@ -53,9 +53,9 @@ struct alignas(32) Words {
     }
 };
 inline constexpr Words ONE{1};
-template <int D> inline constexpr Words UP{1 << D};
-// What a digit's sums are multiplied by as they are widened; digits of 8 bits are shifted once more before the last.
-template <class C> constexpr const Words& up(int d) { return d == 2 || (d == 1 && C::DIGIT == 8) ? ONE : d == 1 ? UP<7> : C::DIGIT == 8 ? UP<8> : UP<14>; }
+template <int N> inline constexpr Words UP{N};
+// What a digit's sums are multiplied by as they are widened.
+template <class C> constexpr const Words& up(int d) { return d == 2 ? ONE : d == 1 ? UP<1 << 7> : C::DIGIT == 8 ? UP<-(1 << 15)> : UP<1 << 14>; }
 
 // The sums of a part's numbers times x.
 template <class C> struct Sums {
@@ -65,7 +65,6 @@ template <class C> struct Sums {
         const __m256i pairs = _mm256_maddubs_epi16(number, _mm256_load_si256((const __m256i*)x.digits[d][at]));
         words[d] = here(in % C::ADDED == 0 ? pairs : _mm256_add_epi16(words[d], pairs));
         if (in % C::ADDED < C::ADDED - 1) return;
-        if (C::DIGIT == 8 && d == 2) sum = _mm256_slli_epi32(sum, 8); // 2^16 is no word
         const __m256i fours = _mm256_madd_epi16(words[d], _mm256_load_si256((const __m256i*)up<C>(d).at));
         sum = d == 0 && in < C::ADDED ? fours : in < C::ADDED ? _mm256_add_epi32(sum, fours) : here(_mm256_add_epi32(sum, fours));
     }

@@ -61,11 +61,15 @@ template <class C> struct Order {
 };
 template <class C> inline constexpr Order<C> ORDER;
 
-// Digit 0, 1, 2 of eight whole numbers, highest first.
+// Digit 0, 1, 2 of eight whole numbers, highest first; the last one has seven bits. 2^15 is no word but -2^15 is: of 8 bits the first is negative.
 template <int D> inline void digits_of(__m256i c, __m256i* digit) {
-    const __m256i half = _mm256_set1_epi32(1 << (D - 1));
-    const __m256i b = _mm256_srai_epi32(_mm256_add_epi32(c, half), D), a = _mm256_srai_epi32(_mm256_add_epi32(b, half), D);
-    digit[0] = a, digit[1] = _mm256_sub_epi32(b, _mm256_slli_epi32(a, D)), digit[2] = _mm256_sub_epi32(c, _mm256_slli_epi32(b, D));
+    const __m256i b = _mm256_srai_epi32(_mm256_add_epi32(c, _mm256_set1_epi32(1 << 6)), 7);
+    if constexpr (D == 8) { // minus what is rounded down is rounded up
+        digit[0] = _mm256_srai_epi32(_mm256_sub_epi32(_mm256_set1_epi32(127), b), D), digit[1] = _mm256_add_epi32(b, _mm256_slli_epi32(digit[0], D));
+    } else {
+        digit[0] = _mm256_srai_epi32(_mm256_add_epi32(b, _mm256_set1_epi32(1 << (D - 1))), D), digit[1] = _mm256_sub_epi32(b, _mm256_slli_epi32(digit[0], D));
+    }
+    digit[2] = _mm256_sub_epi32(c, _mm256_slli_epi32(b, 7));
 }
 
 template <class C> void pack_step(const float* x, XStep& to) {

@@ -1,7 +1,7 @@
 // out = x W^T for formats of small whole numbers with AVX2: exact integer sums of a group.
 //
-// Numerics: as kernels/gemm_integers.h has them. 32 values of x become whole numbers X = round(x 2^e) in three signed digits of DIGIT bits:
-// |X| <= 2^21 with 8, 2^20 with 7. `vpmaddubsw` multiplies them by a format's unsigned numbers and adds pairs in 16 bits, where the sums of
+// Numerics: as kernels/gemm_integers.h has them. 32 values of x become whole numbers X = round(x 2^e) in three signed digits, two of DIGIT bits and
+// one of 7: |X| <= 2^21 with 8, 2^20 with 7. `vpmaddubsw` multiplies them by a format's unsigned numbers and adds pairs in 16 bits, where the sums of
 // ADDED vectors fit; a lane's sum S of a whole group is exact in 32 bits (what overflows on the way comes back with the offset). Then
 // acc = fma(d 2^-e, S, acc): eight partial sums a row, 256 weights one or two groups each, ascending; where the format has a p,
 // acc = fma(p, 2^-e sum of X, acc) after each. One row of x or a thousand: the same operations.
@@ -12,31 +12,6 @@ namespace MOORAGE_ISA {
 
 constexpr int ROUND = 16; // rows of x that meet the numbers of a step: their sums and those stay in L1
 
-// The sums of a part's numbers times x, without their scales.
-template <class C>
-inline __attribute__((always_inline)) __m256 part_sum(const __m256i (&numbers)[8 / C::PARTS], const XStep& x, int part) {
-    constexpr int VECTORS = 8 / C::PARTS;
-    const __m256i one = _mm256_set1_epi16(1), up = _mm256_set1_epi16(1 << C::DIGIT);
-    __m256i sum;
-#pragma GCC unroll 3
-    for (int d = 0; d < 3; d++) {
-#pragma GCC unroll 8
-        for (int v0 = 0; v0 < VECTORS; v0 += C::ADDED) {
-            __m256i words;
-#pragma GCC unroll 8
-            for (int v = v0; v < v0 + C::ADDED; v++) {
-                const __m256i pairs = _mm256_maddubs_epi16(numbers[v], _mm256_load_si256((const __m256i*)x.digits[d][part * VECTORS + v]));
-                words = v == v0 ? pairs : _mm256_add_epi16(words, pairs);
-                if (C::PARTS == 1) __asm__("" : "+x"(words)); // one after the other: gcc would add in a tree and spill numbers for it
-            }
-            const __m256i fours = _mm256_madd_epi16(words, d ? one : up);
-            sum = d == 0 && v0 == 0 ? fours : _mm256_add_epi32(sum, fours);
-        }
-        if (d == 1) sum = _mm256_slli_epi32(sum, C::DIGIT);
-    }
-    if (!C::PLUS) sum = _mm256_sub_epi32(sum, _mm256_load_si256((const __m256i*)x.offset[part]));
-    return _mm256_cvtepi32_ps(sum);
-}
 template <class C> inline __attribute__((always_inline)) void numbers_of(const uint8_t* b, int part, __m256i* to) {
     constexpr int VECTORS = 8 / C::PARTS;
     if constexpr (Booked<C>) {
@@ -55,19 +30,47 @@ template <class C> inline __attribute__((always_inline)) void numbers_of(const u
     }
 }
 
+// The sums of all numbers times x, a part each, without their scales. Parts and digits of x in turn: products meet sums that do not wait for each other.
+template <class C> inline __attribute__((always_inline)) void all_sums(const __m256i (&numbers)[8], const XStep& x, __m256 (&to)[C::PARTS]) {
+    constexpr int VECTORS = 8 / C::PARTS;
+    __m256i words[C::PARTS][3], sum[C::PARTS][3];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 2
+        for (int part = 0; part < C::PARTS; part++) {
+            const int at = part * VECTORS + v;
+            __m256i pairs[3];
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) pairs[d] = here(_mm256_maddubs_epi16(numbers[at], _mm256_load_si256((const __m256i*)x.digits[d][at])));
+#pragma GCC unroll 3
+            for (int d = 0; d < 3; d++) {
+                words[part][d] = v % C::ADDED ? here(_mm256_add_epi16(words[part][d], pairs[d])) : pairs[d];
+                if (v % C::ADDED < C::ADDED - 1) continue;
+                const __m256i fours = here(_mm256_madd_epi16(words[part][d], _mm256_load_si256((const __m256i*)up<C>(d).at)));
+                sum[part][d] = v < C::ADDED ? fours : here(_mm256_add_epi32(sum[part][d], fours));
+            }
+        }
+#pragma GCC unroll 2
+    for (int part = 0; part < C::PARTS; part++) {
+        __m256i whole = _mm256_add_epi32(_mm256_add_epi32(sum[part][0], sum[part][1]), sum[part][2]);
+        if (!C::PLUS) whole = _mm256_sub_epi32(whole, _mm256_load_si256((const __m256i*)x.offset[part]));
+        to[part] = _mm256_cvtepi32_ps(whole);
+    }
+}
+
 // acc += a step of a row of weights times T rows of x.
 template <class C, int T> inline __attribute__((always_inline)) void add_step(const uint8_t* b, const XStep* x, __m256 (&acc)[T]) {
     Scales<C> scales;
     C::scales(b, scales);
+    __m256i numbers[8];
 #pragma GCC unroll 2
-    for (int part = 0; part < C::PARTS; part++) {
-        __m256i numbers[8 / C::PARTS];
-        numbers_of<C>(b, part, numbers);
+    for (int part = 0; part < C::PARTS; part++) numbers_of<C>(b, part, numbers + part * (8 / C::PARTS));
 #pragma GCC unroll 4
-        for (int t = 0; t < T; t++) {
-            acc[t] = plus<C>(scales, x[t], part, _mm256_fmadd_ps(scaled<C>(scales, x[t], part), part_sum<C>(numbers, x[t], part), acc[t]));
-            if (T > 1) in_order();
-        }
+    for (int t = 0; t < T; t++) {
+        __m256 sums[C::PARTS];
+        all_sums<C>(numbers, x[t], sums);
+#pragma GCC unroll 2
+        for (int part = 0; part < C::PARTS; part++) acc[t] = plus<C>(scales, x[t], part, _mm256_fmadd_ps(scaled<C>(scales, x[t], part), sums[part], acc[t]));
     }
 }
 
@@ -103,34 +106,6 @@ __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, con
                 else
                     c[t * BLOCK + r] = total(acc[t]);
         }
-    }
-}
-
-// The sums of all numbers times x, a part each, without their scales. Parts and digits of x in turn: products meet sums that do not wait for each other.
-template <class C> inline __attribute__((always_inline)) void all_sums(const __m256i (&numbers)[8], const XStep& x, __m256 (&to)[C::PARTS]) {
-    constexpr int VECTORS = 8 / C::PARTS;
-    __m256i words[C::PARTS][3], sum[C::PARTS][3];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++)
-#pragma GCC unroll 2
-        for (int part = 0; part < C::PARTS; part++) {
-            const int at = part * VECTORS + v;
-            __m256i pairs[3];
-#pragma GCC unroll 3
-            for (int d = 0; d < 3; d++) pairs[d] = here(_mm256_maddubs_epi16(numbers[at], _mm256_load_si256((const __m256i*)x.digits[d][at])));
-#pragma GCC unroll 3
-            for (int d = 0; d < 3; d++) {
-                words[part][d] = v % C::ADDED ? here(_mm256_add_epi16(words[part][d], pairs[d])) : pairs[d];
-                if (v % C::ADDED < C::ADDED - 1) continue;
-                const __m256i fours = here(_mm256_madd_epi16(words[part][d], _mm256_load_si256((const __m256i*)(d ? ONE.at : UP<C::DIGIT>.at))));
-                sum[part][d] = v < C::ADDED ? fours : here(_mm256_add_epi32(sum[part][d], fours));
-            }
-        }
-#pragma GCC unroll 2
-    for (int part = 0; part < C::PARTS; part++) {
-        __m256i whole = _mm256_add_epi32(_mm256_slli_epi32(_mm256_add_epi32(sum[part][0], sum[part][1]), C::DIGIT), sum[part][2]);
-        if (!C::PLUS) whole = _mm256_sub_epi32(whole, _mm256_load_si256((const __m256i*)x.offset[part]));
-        to[part] = _mm256_cvtepi32_ps(whole);
     }
 }
 

@@ -87,15 +87,16 @@ def test_a_value_that_is_not_finite_spoils_its_own_row_alone(ops, rng, kind: str
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_sums_of_the_largest_numbers_and_digits_do_not_overflow(ops, kind: str) -> None:
     cols = 512
-    low_digits = -((128 << 8) + 128) / 2**20, -((64 << 7) + 64) / 2**19
+    low_digits = -((128 << 8) + 128) / 2**20, -((128 << 7) + 64) / 2**20, -((64 << 7) + 64) / 2**19
     x = torch.stack([torch.full((cols,), v) for v in (1.0, -1.0, 2 - 2.0**-20, *low_digits)])
-    x[3:, ::32] = 1.0  # the largest of 32: the others are then whole numbers whose lower digits are -128, or -64
+    x[3:, ::32] = 1.0  # the largest of 32: the others are then whole numbers whose lower digits are -128, -128 and -64, or -64
     for fill in (0x00, 0x77, 0x7F, 0x80, 0x88, 0xF8, 0xFF):
         w = block_bytes(kind, rows=2, cols=cols, fill=fill)
         values, exact = dequantize(w).double(), x.double()
-        error = (ops.linear(x, w).double() - exact @ values.T).abs()
         peak = exact.abs().view(len(x), -1, 32).amax(-1).repeat_interleave(32, 1)
-        assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all(), fill
+        for size in (6, 4, 1):
+            error = (torch.cat([ops.linear(part, w) for part in x.split(size)]).double() - exact @ values.T).abs()
+            assert (error <= 2e-5 * (exact.abs() @ values.abs().T) + 2.0**-20 * (peak @ values.abs().T)).all(), (fill, size)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 21])
