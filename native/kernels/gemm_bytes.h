@@ -109,22 +109,6 @@ __attribute__((noinline)) void few_rows(const Matrix& m, int64_t r0, int nr, con
     }
 }
 
-// `total` of eight rows whose partial sums lie `apart` floats apart.
-inline void eight_totals(const float* from, int apart, float* to) {
-    __m256 two[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { // rows i and i + 4
-        const __m256 a = _mm256_load_ps(from + i * apart), b = _mm256_load_ps(from + (i + 4) * apart);
-        two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-    }
-    const auto halves = [](__m256 a, __m256 b) {
-        const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
-        return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
-    };
-    const __m256 low = halves(two[0], two[1]), high = halves(two[2], two[3]);
-    _mm256_storeu_ps(to, _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd)));
-}
-
 // ROUND rows of x, or fewer, against all rows of weights, a step after the other. The next step of x comes to L2 meanwhile: more than 64 rows of 2,048 columns
 // are more than it holds.
 template <class C>

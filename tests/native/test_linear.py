@@ -32,6 +32,14 @@ def test_block_weights(ops, truth, rng, kind: str, rows: int) -> None:
     close(ops.linear(x, w), truth.linear(x, dequantize(w)), EXACT)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("cols", [64, 192, 320, 832])
+def test_rows_may_end_inside_a_step_of_256(ops, truth, rng, kind: str, cols: int) -> None:
+    w, x = block_bytes(kind, rows=70, cols=cols), torch.randn(5, cols, generator=rng)
+    close(ops.linear(x[:1], w), truth.linear(x[:1], dequantize(w)), EXACT)
+    assert torch.equal(torch.cat([ops.linear(x[i : i + 1], w) for i in range(5)]), ops.linear(x, w))
+
+
 @pytest.mark.parametrize("kind", ["bf16", "f32", *BLOCKS])
 def test_a_row_is_the_same_in_any_batch(ops, rng, kind: str) -> None:
     k = 2304  # two whole parts of what three or four rows are multiplied in, and a rest
