@@ -76,6 +76,7 @@ void attention(const AttentionJob& j, const AttentionTask& t, void* scratch) {
         for (int i = 0; i < queries && !t.partial; i++) fold(all[i], span[i], width);
     }
     for (int i = 0; i < queries; i++) {
+        in_order((t.partial ? span[i] : all[i]).values, width);
         if (t.partial) {
             float* to = t.partial + i * (int64_t)(j.values + 2);
             to[0] = span[i].most, to[1] = span[i].total;

@@ -12,7 +12,16 @@ from tests.native.helpers import PAGE, close, segments
 
 @pytest.mark.parametrize(
     ("hq", "hkv", "dim", "window"),
-    [(8, 2, 64, None), (2, 2, 128, 1), (8, 1, 256, 50), (6, 3, 20, 64), (3, 3, 8, None), (12, 1, 80, 100)],
+    [
+        (8, 2, 64, None),
+        (2, 2, 128, 1),
+        (8, 1, 256, 50),
+        (6, 3, 20, 64),
+        (3, 3, 8, None),
+        (12, 1, 80, 100),
+        (10, 2, 48, 33),
+        (7, 1, 96, None),
+    ],
 )
 def test_against_the_truth(ops, truth, hq: int, hkv: int, dim: int, window) -> None:
     n = 150
@@ -61,7 +70,7 @@ def test_bits_of_a_long_context_do_not_depend_on_chunks_or_threads(ops) -> None:
     n=st.integers(1, 300),
     cuts=st.lists(st.integers(1, 299), max_size=5),
     window=st.sampled_from([None, 3, 64, 100]),
-    shape=st.sampled_from([(8, 1, 64), (4, 2, 32), (2, 2, 24), (5, 1, 80), (3, 3, 144)]),
+    shape=st.sampled_from([(8, 1, 64), (4, 2, 32), (2, 2, 24), (5, 1, 80), (3, 3, 144), (6, 1, 16), (9, 1, 48), (7, 1, 160)]),
 )
 def test_any_chunking_gives_the_same_bits(n: int, cuts: list[int], window, shape) -> None:
     qkv, pages = random_qkv(n, *shape), -(-n // PAGE)
