@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,6 +24,7 @@ from engine.api.chat import chat
 from engine.api.completions import completions
 from engine.api.continuation import Continuations
 from engine.api.errors import ApiError, bad_request, bug, json_response
+from engine.api.metrics import Gauge
 from engine.api.requests import convert, read_body
 from engine.api.service import Engine, Service
 from engine.api.transport import ClientGone
@@ -160,7 +160,8 @@ async def _health(http: Request, service: Service) -> Response:
 
 async def _metrics(http: Request, service: Service) -> Response:
     service.metrics.ready.set(service.engine.state.ready and service.text is not None)
-    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+    body, kind = service.metrics.render()
+    return Response(body, headers={"content-type": kind})
 
 
 # --- tokens

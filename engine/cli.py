@@ -14,20 +14,22 @@ if __name__ == "__main__":  # before all imports that take time
     early.begin(sys.argv[1:])
     gc.disable()  # what is imported stays
 
+from engine.serve_cli import MODELS_HELP, serve, serve_plainly, told
+
+if __name__ == "__main__":  # before typer is imported
+    serve_plainly(sys.argv[1:])
+
 import json
-import logging
-import socket
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from engine.arguments import plain
-from engine.config import EngineConfig
+from engine.arguments import typed
 from engine.experts_cli import experts
-from engine.http_cli import FAST, LINK, PIN, PLACEMENT, URL, UserError, call, check_model_path, parse_size
+from engine.http_cli import URL, call
 from engine.pack_cli import pack
 from engine.plan_cli import bench, plan
+from engine.user import UserError, check_model_path, parse_size
 
 gc.enable()
 cli = typer.Typer(
@@ -36,105 +38,8 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     help="Moorage's engine: runs one model on this machine and answers OpenAI-style HTTP on the loopback interface.",
 )
-MORE_MEMORY = "raise its limit (ulimit -v) or give it a machine with more"
-MODELS_HELP = "A Hugging Face directory (config.json, *.safetensors, tokenizer.json) or a GGUF file."
 
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before the model loads. Raises UserError when the port is taken or the host is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as e:
-        sock.close()
-        if e.errno == 98:
-            raise UserError(f"port {port} on {host} is in use; stop the other server or choose another with --port") from None
-        raise UserError(f"cannot listen on {host}:{port}: {e.strerror}") from None
-    sock.listen(1024)
-    return sock
-
-
-@cli.command()
-def serve(
-    model: Annotated[str, typer.Argument(help=MODELS_HELP)],
-    host: Annotated[
-        str, typer.Option(help="Interface to listen on. The engine has no keys of its own: keep it on loopback.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one and prints it.")] = 8008,
-    name: Annotated[str, typer.Option(help="Name clients use for the model. Default: the file or directory name.")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 = one for each core this process may use.")] = 0,
-    kernels: Annotated[
-        str,
-        typer.Option(
-            help="auto = native if built, else reference (slow, exact); cpu = native only; cuda (not yet run on a GPU)."
-        ),
-    ] = "auto",
-    max_context: Annotated[
-        int, typer.Option(min=0, help="Tokens one conversation may hold; 0 = what model and memory allow.")
-    ] = 0,
-    kv_memory: Annotated[
-        str, typer.Option(help="Memory for conversations (KV cache), e.g. 4G; 0 = decide from free memory.")
-    ] = "0",
-    max_running: Annotated[int, typer.Option(min=1, help="Requests computed together; more wait in the queue.")] = 16,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; the next one gets status 429.")] = 256,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.")] = 512,
-    experts_pack: Annotated[
-        str, typer.Option(help="Directory made by `pack`: experts are read from it when needed. For models larger than memory.")
-    ] = "",
-    expert_memory: Annotated[
-        str, typer.Option(help="Memory for packed experts, e.g. 8G; 0 = all, or half of what is free.")
-    ] = "0",
-    expert_policy: Annotated[
-        str, typer.Option(help="Which packed experts leave memory first: lru, rate or s3fifo (see `experts sim`).")
-    ] = "lru",
-    placement: Annotated[str, typer.Option(help=PLACEMENT)] = "",
-    fast_memory: Annotated[str, typer.Option(help=FAST)] = "0",
-    fast_link: Annotated[str, typer.Option(help=LINK)] = "0",
-    pin_memory: Annotated[str, typer.Option(help=PIN)] = "0",
-    kv_disk: Annotated[
-        str, typer.Option(help="Directory in which conversations outlive a restart; empty = none. Holds user text: mode 0600.")
-    ] = "",
-    kv_disk_space: Annotated[str, typer.Option(help="Most the disk cache may hold, e.g. 64G.")] = "32G",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-) -> None:
-    """Serve MODEL until Ctrl-C.
-
-    The port answers at once (`/health` tells how far loading is); chat is refused with 503 until the model is ready.
-
-    Example: moorage engine serve ~/models/Qwen3-30B-A3B --kv-memory 8G
-    """
-    from engine.config import dump_config, parse_config
-    from engine.launch import run_server
-
-    check_model_path(model)
-    config = EngineConfig(
-        model=model,
-        kernels=kernels,  # type: ignore[arg-type]  # checked by parse_config
-        threads=threads,
-        max_context=max_context,
-        kv_bytes=parse_size(kv_memory),
-        max_running=max_running,
-        max_queue=max_queue,
-        prefill_chunk=prefill_chunk,
-        experts_pack=experts_pack,
-        expert_bytes=parse_size(expert_memory),
-        expert_policy=expert_policy,  # type: ignore[arg-type]
-        placement=placement,  # type: ignore[arg-type]
-        fast_bytes=parse_size(fast_memory),
-        fast_link=parse_size(fast_link),
-        pin_bytes=parse_size(pin_memory),
-        kv_disk=kv_disk,
-        kv_disk_bytes=parse_size(kv_disk_space),
-        log_level=log_level,  # type: ignore[arg-type]
-    )
-    try:
-        config = parse_config(dump_config(config))
-    except ValueError as e:
-        raise UserError(str(e)) from None
-    sock = bind(host, port)
-    raise typer.Exit(run_server(config, name or Path(model).resolve().stem, sock))
+cli.command()(typed(serve))
 
 
 @cli.command()
@@ -260,28 +165,12 @@ def memory_set(
 
 
 def main() -> None:
-    logging.captureWarnings(True)
-    try:
-        given = plain(serve, sys.argv[2:]) if sys.argv[1:2] == ["serve"] else None
-        if given is not None:
-            serve(**given)
-        cli(standalone_mode=True, prog_name="moorage engine")
-    except typer.Exit as e:
-        sys.exit(e.exit_code)
-    except KeyboardInterrupt:  # before the server takes care of it
-        sys.exit(130)
-    except UserError as e:
-        problem = str(e)
-    except MemoryError:
-        problem = f"this process may not have the memory that it needs; {MORE_MEMORY}"
-    except ImportError as e:
-        if "failed to map" not in str(e):
-            raise
-        problem = f"a library does not fit into the memory that this process may have ({e}); {MORE_MEMORY}"
-    else:
-        return
-    print(f"moorage: {problem}", file=sys.stderr)
-    sys.exit(1)
+    serve_plainly(sys.argv[1:])
+    with told():
+        try:
+            cli(standalone_mode=True, prog_name="moorage engine")
+        except typer.Exit as e:
+            sys.exit(e.exit_code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.http_cli import URL, UserError, call, check_writable
+from engine.http_cli import URL, call
+from engine.user import UserError, check_writable
 
 experts = typer.Typer(no_args_is_help=True, help="See, record and simulate how experts use fast memory.")
 

@@ -10,7 +10,10 @@ import socket
 import sys
 
 from engine.config import EngineConfig
+from engine.lean import modules_alone
 from engine.supervisor import Supervisor
+
+ALONE = ("uvicorn", "prometheus_client")  # of which modules are used; the rest is a command line, and servers of their own
 
 
 def run_server(config: EngineConfig, name: str, sock: socket.socket) -> int:
@@ -36,6 +39,8 @@ async def _serve(config: EngineConfig, name: str, sock: socket.socket) -> int:
     await supervisor.start()
     gc.disable()  # what is imported stays
     try:
+        for package in ALONE:
+            modules_alone(package)
         server = await asyncio.to_thread(importlib.import_module, "engine.server")
         gc.enable()
         return await server.serve(supervisor, config, name, sock)

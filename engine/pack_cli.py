@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engine.http_cli import UserError, check_model_path
+from engine.user import UserError, check_model_path
 
 KERNELS = typer.Option(help="auto, cpu, reference or cuda, as in `serve`: the layout they compute on is what is packed.")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.http_cli import FAST, LINK, PIN, UserError, check_model_path, check_writable, parse_size
+from engine.user import FAST, LINK, PIN, UserError, check_model_path, check_writable, parse_size
 
 if TYPE_CHECKING:
     from engine.experts.calibrate import Figure

@@ -12,7 +12,8 @@ import socket
 import sys
 from types import FrameType
 
-import uvicorn
+from uvicorn.config import Config
+from uvicorn.server import Server
 
 from engine.api.service import Service
 from engine.app import create_app
@@ -30,7 +31,7 @@ async def serve(supervisor: Supervisor, config: EngineConfig, name: str, sock: s
     app = create_app(supervisor, name, config.model)
     server = _Server(
         supervisor,
-        uvicorn.Config(
+        Config(
             app,
             http="httptools",
             access_log=False,
@@ -54,13 +55,13 @@ async def serve(supervisor: Supervisor, config: EngineConfig, name: str, sock: s
     return 1 if watch.done() and not watch.cancelled() and watch.result() else 0
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Ends in order: no new connections, DRAIN_S for the answers that run, then an error for each that is left.
 
     A second signal does not wait. When the connections have ended uvicorn lets the application stop the engine.
     """
 
-    def __init__(self, supervisor: Supervisor, config: uvicorn.Config) -> None:
+    def __init__(self, supervisor: Supervisor, config: Config) -> None:
         super().__init__(config)
         self._supervisor, self._loop = supervisor, asyncio.get_running_loop()
 
@@ -85,7 +86,7 @@ class _Server(uvicorn.Server):
             self._supervisor.end_requests(message)
 
 
-async def _watch(supervisor: Supervisor, service: Service, server: uvicorn.Server) -> bool:
+async def _watch(supervisor: Supervisor, service: Service, server: Server) -> bool:
     """Tell when the model is ready; end the server when it never will be. Returns True for the latter."""
     ready = asyncio.create_task(_tell_ready(supervisor))
     engine = asyncio.create_task(supervisor.wait_failed())

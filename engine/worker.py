@@ -7,7 +7,6 @@ answers end (DRAIN_S at most, a second SIGTERM ends them), flushes the prefix ca
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import logging
@@ -19,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from engine import experts_control
@@ -349,13 +348,10 @@ def _progress(channel: Channel) -> Callable[[float, str], None]:
 
 
 def main(build: Build = build) -> int:
-    parser = argparse.ArgumentParser(prog="engine.worker", description="The engine process; started by the API process.")
-    parser.add_argument("--socket", required=True, help="Unix socket of the API process")
-    parser.add_argument("--config", required=True, help="engine configuration as JSON")
-    args = parser.parse_args()
+    path, given = _arguments(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process ends us in order
     try:
-        config = parse_config(args.config)
+        config = parse_config(given)
     except ValueError as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -367,9 +363,9 @@ def main(build: Build = build) -> int:
     )
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(args.socket)
+        sock.connect(path)
     except OSError as problem:
-        print(f"cannot reach the API process at {args.socket}: {problem.strerror}", file=sys.stderr)
+        print(f"cannot reach the API process at {path}: {problem.strerror}", file=sys.stderr)
         return 2
     try:
         return serve(config, sock, build)
@@ -378,6 +374,19 @@ def main(build: Build = build) -> int:
         return 0
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun; a second wish for it must not interrupt it
+
+
+def _arguments(words: Sequence[str]) -> tuple[str, str]:
+    """Socket and configuration. What the API process says is read without argparse, which takes longer to import than to ask."""
+    if len(words) == 4 and words[::2] == ["--socket", "--config"]:
+        return words[1], words[3]
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser(prog="engine.worker", description="The engine process; started by the API process.")
+    parser.add_argument("--socket", required=True, help="Unix socket of the API process")
+    parser.add_argument("--config", required=True, help="engine configuration as JSON")
+    args = parser.parse_args(words)
+    return args.socket, args.config
 
 
 def leave(code: int) -> NoReturn:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client.values  # noqa: F401  # the next one asks the package for it, which would be all of it (`engine.launch`)
+from prometheus_client.metrics import Counter, Gauge, Histogram
+from prometheus_client.registry import CollectorRegistry
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -35,5 +37,8 @@ class Metrics:
             "moorage_first_token_seconds", "Arrival to first sampled token", buckets=_SECONDS, registry=self.registry
         )
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self) -> tuple[bytes, str]:
+        """All of them, and the content type that they have."""
+        from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

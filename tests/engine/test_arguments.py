@@ -65,15 +65,28 @@ def test_the_unusual_is_left_to_typer(words) -> None:
     assert plain(cli.serve, words) is None
 
 
-def test_a_plain_start_imports_no_pydantic() -> None:
+def test_a_plain_start_imports_no_typer() -> None:
+    words = ["-X", "importtime", "-m", "engine.cli", "serve", "/nonexistent", "--port", "0"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 1 and "no such file" in done.stderr
+    assert "msgspec" in imported and not imported & {"typer", "click", "pydantic"}
+
+
+def test_serving_imports_what_answers_requests_alone() -> None:
+    """Command lines, servers of metrics and templates come when somebody asks for them."""
     code = """
 import sys
-from engine import cli
-sys.argv = ["engine", "serve", "/nonexistent", "--port", "0"]
-try:
-    cli.main()
-except SystemExit as end:
-    print(end.code, "pydantic" in sys.modules)
+from engine import launch
+for package in launch.ALONE:
+    launch.modules_alone(package)
+import engine.server
+print(*sys.modules)
+from engine.api.metrics import Metrics
+assert Metrics().render()[0].startswith(b"# HELP moorage_")
+import uvicorn, prometheus_client
+assert uvicorn.run and prometheus_client.make_asgi_app
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "False"] and "no such file" in done.stderr
+    never = {"click", "jinja2", "typer", "uvicorn.main", "prometheus_client.exposition", "numpy", "torch"}
+    assert not set(done.stdout.split()) & never

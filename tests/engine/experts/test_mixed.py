@@ -23,10 +23,10 @@ from engine.experts.executor import TieredExperts
 from engine.experts.identity import kernel_version, this_machine
 from engine.experts.pressure import SHORT_LEAST, Memory
 from engine.experts_control import status
-from engine.http_cli import UserError
 from engine.kernels.reference import ReferenceOps
 from engine.plan import default_profile
 from engine.stores import stores_of
+from engine.user import UserError
 from tests.engine.serve.harness import Engine, generate
 from tests.support.tiny import make_tiny
 

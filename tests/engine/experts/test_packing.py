@@ -16,8 +16,8 @@ from engine.elastic import Elastic
 from engine.experts.executor import TieredExperts
 from engine.experts.pack import read_index
 from engine.experts_control import status
-from engine.http_cli import UserError
 from engine.stores import stores_of
+from engine.user import UserError
 from tests.engine.serve.harness import Engine, generate
 from tests.support.tiny import make_tiny
 from tests.support.tiny_gguf import write_gguf

@@ -28,7 +28,6 @@ from engine.experts.calibrate import (
 )
 from engine.experts.devices import Device
 from engine.experts.identity import Machine, kernel_version, this_machine
-from engine.http_cli import UserError, parse_size
 from engine.kernels.reference import ReferenceOps, dequantize
 from engine.memory import plan_cache
 from engine.models import load
@@ -36,6 +35,7 @@ from engine.models.errors import ModelError
 from engine.models.load import load_model, open_checkpoint, required_bytes
 from engine.nn.experts import expert_banks
 from engine.plan import POOL, default_profile, host_shape, make_plan, place_loaded, stored_bytes
+from engine.user import UserError, parse_size
 from tests.engine.experts.tiers import kernels
 from tests.support.tiny import make_tiny
 

@@ -14,12 +14,12 @@ from engine.experts.recording import Recording
 from engine.experts.trace import synthesize
 from engine.experts_cli import experts
 from engine.experts_control import ExpertParts, record, status
-from engine.http_cli import UserError
 from engine.kernels.reference import ReferenceOps
 from engine.models.load import load_model
 from engine.models.spec import MoeSpec
 from engine.nn.decoder import Decoder
 from engine.nn.experts import InPlace, expert_banks
+from engine.user import UserError
 from tests.support.steps import Driver
 from tests.support.tiny import make_tiny
 

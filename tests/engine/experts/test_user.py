@@ -15,12 +15,12 @@ from engine import experts_cli, progress
 from engine.cli import cli
 from engine.config import EngineConfig, without_effect
 from engine.experts.devices import Device
-from engine.http_cli import UserError
 from engine.kernels.reference import ReferenceOps
 from engine.memory import gib
 from engine.models.errors import ModelError, unreadable
 from engine.models.load import open_checkpoint
 from engine.plan import FastMemory, make_plan
+from engine.user import UserError
 from tests.engine.experts.test_serve_device import Apart
 from tests.support.tiny import make_tiny
 
