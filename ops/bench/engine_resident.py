@@ -8,8 +8,9 @@ The engines run side by side, each idle while another is measured, all from outs
 prompt length is prefilled once (rows `start`, `prefill`). Then every round measures in alternating order: prompts that nobody
 saw (`fresh`), decode behind each resident prompt, decode of four conversations at once (all their tokens per second), a turn
 of 20 new tokens behind the longest prompt (its length per second to the first token), and short tool results of 4 to 128
-tokens behind the second longest. `--pause` waits for a line on standard input before each of the two, so that a machine can
-be made quiet for as long as it takes and no longer.
+tokens behind the second longest. `--roof` measures, before, between and behind the engines, how fast memory is read and FMAs
+are made, and tells what steps and prompts would be at the best of these rates (roof.py). `--pause` waits for a line on standard
+input before each of the two, so that a machine can be made quiet for as long as it takes and no longer.
 
 Samples keep the share of the machine that others used and how many prompt tokens were computed: a cache that missed shows.
 """
@@ -23,7 +24,7 @@ import shlex
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from engine_http import (  # noqa: E402
 EXTENSION = 20  # tokens of a short user turn
 STEPS = (4, 8, 16, 32, 64, 128)  # tokens of a short tool result
 KINDS = ("fresh", "decode", "crowd", "extend", "step")
+ROOF = "roof"  # no engine: what this machine allows one
 CROWD = 4  # conversations that decode at once
 
 
@@ -65,8 +67,8 @@ class Sample:
 
 
 class Bench:
-    def __init__(self, engines: list[Server], depths: list[int], tokens: int) -> None:
-        self.engines, self.depths, self.tokens = engines, depths, tokens
+    def __init__(self, engines: list[Server], depths: list[int], tokens: int, roof: object | None = None) -> None:
+        self.engines, self.depths, self.tokens, self.roof = engines, depths, tokens, roof
         self.samples: list[Sample] = []
         self._unseen = 1 << 20  # seeds of tokens nobody saw yet; the resident prompts have their length's
 
@@ -76,15 +78,24 @@ class Bench:
 
     def measure(self, cell: Cell, number: int) -> None:
         self._unseen += CROWD
+        roof = self.roof if self.roof and self.roof.knows(cell.kind) else None
+        if roof:
+            roof.forget()
         for engine in self.engines if number % 2 == 0 else reversed(self.engines):
             if cell.kind == "crowd" and engine.name == Transformers.name:
                 continue  # it answers one after the other
+            if roof:
+                roof.measure()
             share, own = machine.Share.start(), engine.cpu_seconds()
             rate, new = getattr(self, f"_{cell.kind}")(engine, cell.size)
             foreign = share.foreign(engine.cpu_seconds() - own)
             self.samples.append(Sample(engine.name, cell.kind, cell.size, number, rate, new, foreign))
             text = f"# {number:3} {cell.kind} {cell.size} {engine.name}: {rate:.1f} tok/s new={new} foreign={foreign:.0%}"
             print(text, file=sys.stderr, flush=True)
+        if roof:
+            roof.measure()
+            rate = roof.rate(cell.kind, cell.size, CROWD)
+            self.samples.append(Sample(roof.name, cell.kind, cell.size, number, rate, 0, 0.0))
 
     def _prefill(self, engine: Server, size: int) -> tuple[float, int]:
         prompt = prompt_of(size, size)
@@ -131,8 +142,11 @@ def summarise(samples: list[Sample]) -> list[dict]:
         mine = [s for s in mine if s.round not in noisy] or mine
         ours = {s.round: s.tokens_per_second for s in mine if s.engine == Ours.name}
         row = {"kind": cell[0], "size": cell[1], "rounds": len(ours), Ours.name: round(statistics.median(ours.values()), 2)}
+        rates = {peer: {s.round: s.tokens_per_second for s in mine if s.engine == peer} for peer in peers}
         for peer in peers:
-            row |= compared(ours, {s.round: s.tokens_per_second for s in mine if s.engine == peer}, peer)
+            row |= compared(ours, rates[peer], peer)
+        for peer in [name for name in peers if name != ROOF and rates.get(ROOF)]:
+            row[f"{ROOF} to {peer}"] = compared(rates[ROOF], rates[peer], peer)[f"ratio to {peer}"]
         rows.append(row | {"new": {s.engine: s.new for s in mine}, "foreign": round(max(s.foreign for s in mine), 3)})
     return rows
 
@@ -146,9 +160,9 @@ def compared(ours: dict[int, float], theirs: dict[int, float], peer: str) -> dic
 
 
 def table(rows: list[dict]) -> str:
-    names = [name for name in rows[0] if name != "new"]
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "new"))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(str(row.get(name, "")) for name in names) + " |" for row in rows])
 
 
 def start(args: argparse.Namespace, stack: ExitStack) -> list[Server]:
@@ -168,6 +182,12 @@ def start(args: argparse.Namespace, stack: ExitStack) -> list[Server]:
             command = transformers_command(args.checkpoint, args.threads, port)
         engines.append(stack.enter_context(running(kind, command, port, args.log)))
     return engines
+
+
+def allowed(args: argparse.Namespace) -> AbstractContextManager:
+    from roof import roof  # torch comes with it
+
+    return roof(args.gguf or args.model, args.threads)
 
 
 def numbers(text: str) -> list[int]:
@@ -191,6 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="the same weights as a checkpoint directory, for these two")
     parser.add_argument("--fresh", type=numbers, default=[512, 2048], help="lengths of new prompts (default 512,2048)")
     parser.add_argument("--depth", type=numbers, default=[0, 2048, 8192], help="resident prompts, three (default 0,2048,8192)")
+    parser.add_argument("--roof", action="store_true", help="what reads and FMAs allow too; needs a GGUF file and g++")
     parser.add_argument("--kinds", type=names, default=KINDS, help=f"what is measured (default {','.join(KINDS)})")
     parser.add_argument("--tokens", type=int, default=32, help="tokens decoded per sample (default 32)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
@@ -215,7 +236,7 @@ def main() -> int:
     cells = [cell for cell in cells if cell.kind in args.kinds]
     with ExitStack() as stack:
         engines = start(args, stack)
-        bench = Bench(engines, args.depth, args.tokens)
+        bench = Bench(engines, args.depth, args.tokens, stack.enter_context(allowed(args)) if args.roof else None)
         for what in ("prefill", "rounds"):
             if args.pause:
                 print(f"ready for {what}", flush=True)

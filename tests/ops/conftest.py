@@ -1,6 +1,7 @@
 """Loads ops/*.py (scripts, no package) for tests, and makes sure that no test leaves a process behind."""
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -21,6 +22,21 @@ def ops(monkeypatch) -> Callable[[str], object]:
     """`ops("service")` -> the module ops/service.py."""
     monkeypatch.syspath_prepend(str(ROOT / "ops"))
     return importlib.import_module
+
+
+@pytest.fixture
+def load(ops, monkeypatch):
+    """`load("kernels")` -> the module ops/bench/kernels.py."""
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
+        spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"ops/bench/{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, f"bench_{name}", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture

@@ -1,27 +1,11 @@
 """ops/bench: the arithmetic of the tables. Nothing is timed here."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-
-from .conftest import ROOT
-
-
-@pytest.fixture
-def load(ops, monkeypatch):
-    def load(name: str):
-        monkeypatch.syspath_prepend(str(ROOT / "ops" / "bench"))
-        spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"ops/bench/{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, f"bench_{name}", module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture
