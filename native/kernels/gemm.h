@@ -13,8 +13,10 @@
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #include "bytes_words.h"
 #include "gemm_f8.h"
+#include "gemm_few.h"
 #define MOORAGE_INTEGERS
 #define MOORAGE_F8
+#define MOORAGE_LANES
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 #include "gemm_bf16.h"
 #include "gemm_i8mm.h"
@@ -32,7 +34,8 @@ inline int64_t piece_of(int64_t ld, int64_t k) { return ld - k < PIECE ? ld - k 
 inline int64_t padded(int64_t cols) { return (cols + GROUP - 1) / GROUP * GROUP; }
 
 // A panel holds activation rows, each padded with zeros to whole groups. More than FEW of them lie PIECE columns at a time, and there as the
-// tiles of ABREAST rows that `dots` multiplies (kernels/panel.h). Or it holds steps of whole numbers (kernels/steps.h).
+// tiles of ABREAST rows that `dots` multiplies (kernels/panel.h). Or it holds steps of whole numbers (kernels/steps.h). With AVX2 rows that meet floats
+// lie otherwise, a few of them (kernels/gemm_few.h) and MANY (kernels/gemm_lanes.h).
 inline size_t panel_bytes(int64_t rows, int64_t cols) {
     size_t row = padded(cols) * sizeof(float);
 #if defined(MOORAGE_INTEGERS)
@@ -54,6 +57,9 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
     if (format == Format::BF16 || format == Format::F8_E4M3) return pack_bf16((bfloat16x8_t*)panel, rows, cols, b, x, index);
 #endif
     const int64_t ld = padded(cols);
+#if defined(MOORAGE_LANES)
+    if (is_float(format) && rows > 1 && (rows <= FEW || rows > MANY)) return pack_floats((float*)panel, format, rows, cols, b, x, index);
+#endif
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
         const float* from = x + (index ? index[i] : i) * cols;
 #if defined(MOORAGE_F8)
@@ -81,9 +87,16 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
 struct Scratch {
     float w[HELD * PIECE];         // unpacked weights
     float acc[TOKENS][HELD][LANES]; // partial sums
+#if defined(MOORAGE_LANES)
+    float c[WAITING * TOKENS * BLOCK];
+    alignas(64) float lanes[]; // unpacked weights of kernels/gemm_lanes.h
+};
+inline size_t gemm_scratch(Format format, int64_t cols) { return sizeof(Scratch) + (is_float(format) ? lane_floats(cols) * sizeof(float) : 0); }
+#else
     float c[TOKENS * BLOCK];       // products
 };
 inline size_t gemm_scratch(Format, int64_t) { return sizeof(Scratch); }
+#endif
 
 // Group g of a reader whose eight groups have begun.
 template <bool ODD, class Reader> inline void read(Reader& w, int64_t g, F& a, F& b) {
@@ -148,50 +161,6 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
         }
     }
 }
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// As `stream`, for T rows of x that would not stay in L1 beside a row of weights: PART groups of columns at a time, of all rows [r0, r0 + nr),
-// their partial sums in memory in between.
-template <class Reader, int T>
-__attribute__((noinline)) void stream_parts(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int PART = 32, UNROLL = Reader::UNROLL; // 1,024 columns: 16 KB of four rows of x
-    const int64_t ld = padded(m.cols), groups = ld / GROUP, step = m.stride / groups;
-    const uint8_t* base = m.data + r0 * m.stride;
-    float kept[BLOCK][T][LANES];
-    for (int64_t part = 0; part < groups; part += PART) {
-        const bool last = part + PART >= groups;
-        const int64_t end = last ? groups : part + PART;
-        const uint8_t *here = base + part * step, *then = last ? next : here + PART * step;
-        for (int r = 0; r < nr; r++) {
-            const uint8_t *ahead = rows_ahead(here, m.stride, r, nr, 1, then, PART * step), *line = ahead;
-            Reader w(m.format, base + r * m.stride, m.cols);
-            F acc[T];
-#pragma GCC unroll 4
-            for (int t = 0; t < T; t++) acc[t] = part ? load(kept[r][t]) : zero();
-            for (int64_t eight = part; eight < end; eight += 8) {
-                w.begin(eight);
-                for (int64_t g0 = eight; g0 < end && g0 < eight + 8; g0 += UNROLL)
-#pragma GCC unroll 8
-                    for (int u = 0; u < UNROLL; u++) {
-                        const int64_t g = g0 + u;
-                        prefetch(line, ahead + (g - part + 1) * step);
-                        in_order();
-                        F a, b;
-                        w.group(g, a, b);
-#pragma GCC unroll 4
-                        for (int t = 0; t < T; t++) acc[t] = fma(b, load(x + t * ld + GROUP * g + 16), fma(a, load(x + t * ld + GROUP * g), acc[t]));
-                    }
-            }
-#pragma GCC unroll 4
-            for (int t = 0; t < T; t++)
-                if (last)
-                    c[t * BLOCK + r] = sum(acc[t]);
-                else
-                    store(kept[r][t], acc[t]);
-        }
-    }
-}
-#endif
 
 // Columns [k0, k1) of a row as float32, sixteen at a time to put(which, sixteen); k0 is a multiple of 256, k1 one of 32.
 template <class Reader, class Put>
@@ -314,17 +283,17 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
     if (m.format == Format::BF16) return products_bf16<false>(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
     if (m.format == Format::F8_E4M3) return products_bf16<true>(m, r0, nr, (const bfloat16x8_t*)x, rows, at, n, next, s.c);
 #endif
+#if defined(MOORAGE_LANES)
+    if (is_float(m.format) && rows > MANY) return many_floats(m, r0, nr, x + at * padded(m.cols), n, next, s.c, s.lanes);
+    if (is_float(m.format) && rows > 1 && rows <= FEW) return few_floats(m, r0, nr, x, n, next, s.c);
+#endif
     with_reader(m.format, [&]<class Reader>() {
         if (rows > FEW) return blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);
         const int64_t ld = padded(m.cols);
         int64_t t = 0;
         x += at * ld;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-        if (n == 4) return stream_parts<Reader, 4>(m, r0, nr, x, next, s.c);
-        if (n == 3) return stream_parts<Reader, 3>(m, r0, nr, x, next, s.c);
-#endif
         for (; NREG == 1 && t + 4 <= n; t += 4) stream<Reader, NREG == 1 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
-        for (; t + 2 <= n; t += 2) stream<Reader, 2>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+        for (; NREG != 2 && t + 2 <= n; t += 2) stream<Reader, NREG != 2 ? 2 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
         if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
     });
 }

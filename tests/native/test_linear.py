@@ -51,6 +51,16 @@ def test_a_row_is_the_same_in_any_batch(ops, rng, kind: str) -> None:
         assert torch.equal(torch.cat([ops.linear(part.contiguous(), w) for part in x.split(size)]), alone), size
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("n", "k"), [(33, 5), (9, 40), (41, 129), (8, 2085), (65, 4130)])
+def test_a_row_of_any_length_is_the_same_in_any_batch(ops, rng, dtype, n: int, k: int) -> None:
+    w, x = torch.randn(n, k, generator=rng).to(dtype), torch.randn(129, k, generator=rng)
+    alone = torch.cat([ops.linear(x[i : i + 1], w) for i in range(len(x))])
+    close(alone, x @ w.float().T, EXACT)
+    for size in (129, 128, 40, 34, 33, 32, 4, 3, 2):
+        assert torch.equal(torch.cat([ops.linear(part.contiguous(), w) for part in x.split(size)]), alone), size
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("cols", [256, 1024, 1280])
 def test_values_beside_a_huge_one_stay_exact(ops, rng, kind: str, cols: int) -> None:
