@@ -81,11 +81,12 @@ template <class C> inline __attribute__((always_inline)) __m256 turn_then(const 
     constexpr int FIRST = C::ROWS == 2 ? 5 : TURNS<C> == 1 ? 7 : 2, EVERY = C::ROWS == 2 ? 3 : TURNS<C> == 1 ? 2 : 1;
     constexpr int SCALES = C::PARTS == 1 ? (C::PLUS ? 19 : 1) : TURNS<C> == 1 ? 5 : 3 * VECTORS - 1;
     Sums<C> sums;
-    __m256i then[4];
+    __m256i then[4], soon = here(C::number(b, t, 0));
 #pragma GCC unroll 8
     for (int v = 0; v < HERE; v++) {
         const int part = v / VECTORS, in = v % VECTORS;
-        const __m256i number = here(C::number(b, t + part * C::RAW, in));
+        const __m256i number = soon; // the next one comes before the products of this one
+        if (v + 1 < HERE) soon = here(C::number(b, t + (v + 1) / VECTORS * C::RAW, (v + 1) % VECTORS));
 #pragma GCC unroll 3
         for (int d = 0; d < 3; d++) {
             sums.add(number, x, turn * HERE + v, in, d);
