@@ -30,11 +30,7 @@ float* Ops::normed(const Norm& norm, const Stream& s) {
 
 float* Ops::fan(const Fan& f, const float* x, int64_t n) {
     float* out = room(WIDE, n * f.width);
-    int64_t at = 0;
-    for (size_t i = 0; i < f.parts.size(); i++) {
-        linear(x, n, f.parts[i], f.biases[i], out + at, f.width);
-        at += f.parts[i].rows;
-    }
+    side_by_side(x, n, f.parts.data(), f.biases.data(), (int64_t)f.parts.size(), out, f.width);
     return out;
 }
 

@@ -39,19 +39,41 @@ void Ops::embed(const Matrix& m, const int32_t* ids, int64_t n, float* out) {
     rows("embed", n, m.cols, [&](int64_t r) { kernels_.dequant(m.format, m.data + ids[r] * m.stride, 0, m.cols, out + r * m.cols); });
 }
 
-void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld) {
+void Ops::linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld) { side_by_side(x, n, &w, &bias, 1, out, ld ? ld : w.rows); }
+
+void Ops::side_by_side(const float* x, int64_t n, const Matrix* parts, const float* const* biases, int64_t count, float* out, int64_t ld) {
     auto held = pool_.hold();
-    void* panel = pool_.shared(PANEL, kernels_.panel_bytes(n, w.cols));
-    const size_t scratch = kernels_.linear_scratch(w.format, w.cols);
+    const int64_t cols = parts->cols, blocks = ceil_div(n, BLOCK), token_tasks = ceil_div(n, TOKENS);
+    const size_t one = aligned(kernels_.panel_bytes(n, cols));
+    std::vector<Format> formats; // x lies otherwise for each
+    std::vector<int64_t> ends;   // the tasks of a part and of those before it
+    int64_t tasks = 0, bytes = 0;
+    size_t scratch = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Matrix& w = parts[i];
+        if (std::find(formats.begin(), formats.end(), w.format) == formats.end()) formats.push_back(w.format);
+        ends.push_back(tasks += token_tasks * ceil_div(w.rows, WEIGHT_ROWS));
+        bytes += w.rows * w.stride;
+        scratch = std::max(scratch, kernels_.linear_scratch(w.format, cols));
+    }
+    uint8_t* panels = (uint8_t*)pool_.shared(PANEL, formats.size() * one);
     for (int t = 0; t < pool_.threads(); t++) pool_.local(t, 0, scratch);
-    pool_.run({"pack"}, ceil_div(n, BLOCK), [&](int64_t b, int) { kernels_.pack(panel, w.format, n, w.cols, b, x, nullptr); });
-    const LinearJob job{w, panel, n, bias, out, ld ? ld : w.rows};
-    const int64_t row_tasks = ceil_div(w.rows, WEIGHT_ROWS);
-    pool_.run({"product", w.rows * w.stride}, ceil_div(n, TOKENS) * row_tasks, [&](int64_t task, int thread) {
-        const int64_t r = task % row_tasks * WEIGHT_ROWS, t = task / row_tasks * TOKENS;
-        const int count = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
-        const uint8_t* next = r + count < w.rows ? w.data + (r + count) * w.stride : nullptr;
-        kernels_.linear(job, t, std::min<int64_t>(TOKENS, n - t), r, count, next, pool_.local(thread, 0, scratch));
+    pool_.run({"pack"}, (int64_t)formats.size() * blocks, [&](int64_t i, int) {
+        kernels_.pack(panels + i / blocks * one, formats[i / blocks], n, cols, i % blocks, x, nullptr);
+    });
+    std::vector<LinearJob> jobs;
+    for (int64_t i = 0, column = 0; i < count; column += parts[i++].rows) {
+        const int64_t panel = std::find(formats.begin(), formats.end(), parts[i].format) - formats.begin();
+        jobs.push_back({parts[i], panels + panel * one, n, biases[i], out + column, ld});
+    }
+    pool_.run({"product", bytes}, tasks, [&](int64_t task, int thread) {
+        const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+        if (i) task -= ends[i - 1];
+        const Matrix& w = parts[i];
+        const int64_t row_tasks = ceil_div(w.rows, WEIGHT_ROWS), r = task % row_tasks * WEIGHT_ROWS, t = task / row_tasks * TOKENS;
+        const int some = (int)std::min<int64_t>(WEIGHT_ROWS, w.rows - r);
+        const uint8_t* next = r + some < w.rows ? w.data + (r + some) * w.stride : i + 1 < count ? parts[i + 1].data : nullptr;
+        kernels_.linear(jobs[i], t, std::min<int64_t>(TOKENS, n - t), r, some, next, pool_.local(thread, 0, scratch));
     });
 }
 

@@ -26,6 +26,8 @@ public:
     void embed(const Matrix& table, const int32_t* ids, int64_t n, float* out);
     // rows of out lie `ld` apart, 0: one behind the other
     void linear(const float* x, int64_t n, const Matrix& w, const float* bias, float* out, int64_t ld = 0);
+    // products with several matrices of the same columns, one behind the other in rows of `ld`; a bias may be null
+    void side_by_side(const float* x, int64_t n, const Matrix* parts, const float* const* biases, int64_t count, float* out, int64_t ld);
     // up [B, 2I, H], down [B, H, I]: shapes of one expert; expert e lies at place[e] of these banks (null: at e)
     void moe(const float* x, int64_t n, const int32_t* ids, const float* weights, int k, int64_t experts, const int32_t* place,
              const Experts& up, const Experts& down, int act, float* out);

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -164,22 +164,22 @@ def _read_all(checkpoint: Checkpoint, ops: Ops, progress: Progress, mapped: bool
     prepared, digest = {}, hashlib.sha256(repr(checkpoint.spec).encode())
     wanted = {name: shape for name, shape in shapes(checkpoint.spec).items() if name in by_name}
     for name, parts in joined(wanted, lambda part: checkpoint.kind(by_name[part][0].source)):
+        size = sum(checkpoint.nbytes(p.source) for part in parts for p in by_name[part])
         vector = len(wanted[parts[0]]) == 1 or name.endswith(".conv")
-        lying = _lying(checkpoint, by_name[name], wanted[name], ops) if mapped and not vector and len(parts) == 1 else None
-        weight = lying
-        if lying is None:
+        lying = [_lying(checkpoint, by_name[part], wanted[part], ops) for part in parts] if mapped and not vector else [None]
+        if None not in lying:  # parts of a joined matrix stay apart
+            _add_to_digest(digest, name, lying)
+            prepared |= dict(zip(parts, lying, strict=True))
+            there += size
+        else:
             pieces = [by_name[part] for part in parts]
             weight = _assemble(checkpoint, pieces, [wanted[part] for part in parts], whole_pages=name.endswith(host))
-        _add_to_digest(digest, name, weight)
-        if lying is not None:
-            prepared[name] = lying
-            there += sum(checkpoint.nbytes(p.source) for p in by_name[name])
-        else:
+            _add_to_digest(digest, name, [weight])
             weight = weight.float() if vector else _computable(weight, ops)
             prepared[name] = weight if name.endswith(host) else ops.prepare(weight)
-        if len(parts) > 1:
-            prepared |= _rows_of(prepared[name], parts, [wanted[part][0] for part in parts])
-        done += sum(checkpoint.nbytes(p.source) for part in parts for p in by_name[part])
+            if len(parts) > 1:
+                prepared |= _rows_of(prepared[name], parts, [wanted[part][0] for part in parts])
+        done += size
         progress(done / total, "loading weights")
     return _Read(prepared, digest.hexdigest(), there)
 
@@ -393,22 +393,24 @@ def _check_memory(need: int, path: str | Path, packed: int) -> None:
         )
 
 
-def _add_to_digest(digest, name: str, weight: Weight) -> None:
-    """Ends of the tensor only: enough to tell trainings apart, cheap on a hundred gigabytes."""
-    data = weight.data if isinstance(weight, Quant) else weight
-    kind = weight.type if isinstance(weight, Quant) else str(weight.dtype)
-    shape = tuple(data.shape)
-    if data.dim() == 4:  # gate and up apart
+def _add_to_digest(digest, name: str, parts: Sequence[Weight]) -> None:
+    """Ends of the tensor only, whose rows lie in `parts`: enough to tell trainings apart, cheap on a hundred gigabytes."""
+    data = [part.data if isinstance(part, Quant) else part for part in parts]
+    kind = parts[0].type if isinstance(parts[0], Quant) else str(parts[0].dtype)
+    shape = (sum(len(part) for part in data), *data[0].shape[1:])
+    if data[0].dim() == 4:  # gate and up apart
         shape = (shape[0], 2 * shape[2], shape[3])
     digest.update(f"{name} {kind} {shape}".encode())
-    digest.update(_ends(data, 4096))
+    size = 4096
+    first = b"".join(_end(part, size, 1) for part in data)[:size]
+    digest.update(first + b"".join(_end(part, size, -1) for part in data)[-size:])
 
 
-def _ends(data: torch.Tensor, size: int) -> bytes:
-    """The first and the last `size` bytes of its elements in order, without a copy of all of them."""
+def _end(data: torch.Tensor, size: int, side: int) -> bytes:
+    """The first (`side` 1) or the last (-1) `size` bytes of its elements in order, without a copy of all of them."""
     few = min(len(data), -(-size // max(1, data[:1].nbytes))) if len(data) else 0
-    first, last = (part.reshape(-1).view(library_of(data).uint8) for part in (data[:few], data[len(data) - few :]))
-    return first[:size].numpy().tobytes() + last[-size:].numpy().tobytes()
+    part = (data[:few] if side > 0 else data[len(data) - few :]).reshape(-1).view(library_of(data).uint8)
+    return (part[:size] if side > 0 else part[-size:]).numpy().tobytes()
 
 
 def _info(checkpoint: Checkpoint, path: str | Path, identity: str) -> ModelInfo:

@@ -97,6 +97,21 @@ def test_latent_attention_in_blocks_has_the_bits_of_its_operations(kind, stored,
         assert torch.equal(*(logits(Decoder(loaded.spec, loaded.weights, o)) for o in (ops, OneByOne(1))))
 
 
+@pytest.mark.parametrize(
+    "kinds", [(Type.Q8_0, Type.BF16, Type.Q4_0), (Type.BF16, Type.BF16, Type.Q8_0), (Type.F32, Type.Q4_0, Type.Q4_0)]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_matrices_of_several_formats_in_one_run_have_the_bits_of_their_products(kinds, threads, tmp_path) -> None:
+    model = make_tiny("qwen3_moe", tmp_path, hidden_size=64)
+    others = {f"blk.{n}.attn_{part}": kind for n in range(9) for part, kind in zip("qkv", kinds, strict=True)}
+    write_gguf(model, tmp_path / "model.gguf", Type.BF16, others=others)
+    ops = CpuOps(threads)
+    loaded = load_model(tmp_path / "model.gguf", ops, mapped=True)
+    assert "0.attn.in" not in loaded.weights
+    with torch.inference_mode():
+        assert torch.equal(*(logits(Decoder(loaded.spec, loaded.weights, o)) for o in (ops, OneByOne(threads))))
+
+
 class Keeping:
     """A decoder that leaves the state after `count` rows of the only sequence in `slot`."""
 
