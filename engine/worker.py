@@ -309,7 +309,8 @@ def serve(config: EngineConfig, sock: socket.socket, build: Build) -> int:
     wake, woken = socket.socketpair()
     woken.setblocking(False)
     channel = Channel(sock, wake)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading there is nothing to flush
+    # While loading there is nothing to flush. An exception would be lost if the signal came inside of a finalizer.
+    signal.signal(signal.SIGTERM, lambda *_: leave(0))
     try:
         parts = build(config, _progress(channel))
     except (BuildError, MemoryError) as problem:

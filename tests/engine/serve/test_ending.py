@@ -1,6 +1,8 @@
 """What the worker's loop does after a wish to stop, with a clock that only moves when told."""
 
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -136,3 +138,32 @@ def test_long_answers_are_waited_for_until_the_time_is_up_or_the_second_signal(s
         loop.now += DRAIN_S * 0.2
     assert loop.worker.run() == 0
     assert loop.end("long").code == "shutting_down"
+
+
+TERMINATED = """
+import os, signal, socket, time, weakref
+from engine import worker
+from engine.config import EngineConfig
+
+class Thing:
+    def __del__(self):
+        if {deleted}:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def build(config, progress):
+    thing = Thing()
+    if not {deleted}:
+        weakref.finalize(thing, os.kill, os.getpid(), signal.SIGTERM)
+    del thing
+    for _ in range(1000):
+        time.sleep(0.01)
+
+raise SystemExit(10 + worker.serve(EngineConfig(model="m"), socket.socketpair()[0], build))
+"""
+
+
+@pytest.mark.parametrize("deleted", [True, False], ids=["__del__", "finalize"])
+def test_a_wish_to_stop_while_loading_is_heard_inside_of_a_finalizer(deleted: bool) -> None:
+    """What is raised there goes nowhere but to stderr."""
+    done = subprocess.run([sys.executable, "-c", TERMINATED.format(deleted=deleted)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
