@@ -33,6 +33,11 @@ typedef int8_t VB8 __attribute__((vector_size(REG / 4)));
 typedef uint8_t VU8 __attribute__((vector_size(REG / 4)));
 typedef uint16_t VU16 __attribute__((vector_size(REG / 2)));
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// sum += a b where the sum lies: gcc 12 picks forms that put it into the register of a or b, copies it back, and then has some of twelve sums in memory.
+inline __attribute__((always_inline)) void add_product(VF& sum, VF a, VF b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+#endif
+
 struct F {
     VF r[NREG];
 };

@@ -12,9 +12,6 @@ static inline VU load_pairs(const void* p) {
     return r;
 }
 
-// acc += a b in acc's register: gcc 12 lets the result overwrite a factor and copies sums back.
-static inline void add_product(VF& acc, VF a, VF b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b)); }
-
 // Scores of Q queries and W registers of keys; a row of the panel has ROW of them. Each tile a function: inlined, gcc 12 keeps sums in memory.
 template <int Q, int W, int ROW>
 __attribute__((noinline)) static void pair_scores(const float* q, int ld, const float* panel, int n, bool more, Soon& page, float* scores) {

@@ -102,9 +102,6 @@ template <class T, int R> __attribute__((noinline)) void spread(const Matrix& m,
     two(0, whole);
 }
 
-// sum += a b where the sum lies: gcc 12 picks forms that put it into the register of a or b, and then has three of twelve sums in memory.
-inline __attribute__((always_inline)) void add_product(VF& sum, VF a, VF b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
-
 // What a tile adds to: its sums so far, if there are some; `joins` sums that wait below are folded with them and the result goes to `to`.
 struct Fold {
     const float* so_far;

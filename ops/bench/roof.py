@@ -156,7 +156,7 @@ class Roof:
 
 @contextmanager
 def roof(model: Path, threads: int) -> Iterator[Roof]:
-    """Raises subprocess.CalledProcessError without a compiler that knows this machine."""
+    """Raises OSError without g++, subprocess.CalledProcessError where it cannot compile for this machine."""
     needs, text = Needs.of(model), SOURCE
     for word, meaning in WORDS.items():
         text = text.replace(word, meaning)
