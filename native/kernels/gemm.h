@@ -58,7 +58,7 @@ inline void pack(void* panel, [[maybe_unused]] Format format, int64_t rows, int6
 #endif
     const int64_t ld = padded(cols);
 #if defined(MOORAGE_LANES)
-    if (is_float(format) && rows > 1 && (rows <= FEW || rows > MANY)) return pack_floats((float*)panel, format, rows, cols, b, x, index);
+    if (is_float(format) && (rows <= FEW || rows > MANY)) return pack_floats((float*)panel, format, rows, cols, b, x, index);
 #endif
     for (int64_t i = b * BLOCK; i < rows && i < (b + 1) * BLOCK; i++) {
         const float* from = x + (index ? index[i] : i) * cols;
@@ -107,10 +107,11 @@ template <bool ODD, class Reader> inline void read(Reader& w, int64_t g, F& a, F
 }
 template <class Reader> constexpr bool HAS_ODD = requires(Reader r) { r.odd; };
 
+#if !defined(MOORAGE_LANES)
 // T rows of x against rows [r0, r0 + nr): every weight goes from its stored bits into the product without touching memory.
 template <class Reader, int T>
 __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int R = NREG == 1 || (NREG == 2 && T == 1) ? 4 : 2, UNROLL = Reader::UNROLL; // sums fit registers
+    constexpr int R = NREG == 1 ? 4 : 2, UNROLL = Reader::UNROLL; // sums fit registers
     const int64_t ld = padded(m.cols), groups = ld / GROUP, step = R * m.stride / groups;
     for (int r = 0; r < nr; r += R) {
         const uint8_t *base = m.data + (r0 + r) * m.stride, *ahead = rows_ahead(base - r * m.stride, m.stride, r, nr, R, next);
@@ -161,6 +162,7 @@ __attribute__((noinline)) void stream(const Matrix& m, int64_t r0, int nr, const
         }
     }
 }
+#endif
 
 // Columns [k0, k1) of a row as float32, sixteen at a time to put(which, sixteen); k0 is a multiple of 256, k1 one of 32.
 template <class Reader, class Put>
@@ -285,16 +287,21 @@ static __attribute__((noinline)) void products(const Matrix& m, int64_t r0, int 
 #endif
 #if defined(MOORAGE_LANES)
     if (is_float(m.format) && rows > MANY) return many_floats(m, r0, nr, x + at * padded(m.cols), n, next, s.c, s.lanes);
-    if (is_float(m.format) && rows > 1 && rows <= FEW) return few_floats(m, r0, nr, x, n, next, s.c);
+    if (is_float(m.format) && rows <= FEW) return few_floats(m, r0, nr, x, n, next, s.c);
 #endif
     with_reader(m.format, [&]<class Reader>() {
-        if (rows > FEW) return blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);
-        const int64_t ld = padded(m.cols);
-        int64_t t = 0;
-        x += at * ld;
-        for (; NREG == 1 && t + 4 <= n; t += 4) stream<Reader, NREG == 1 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
-        for (; NREG != 2 && t + 2 <= n; t += 2) stream<Reader, NREG != 2 ? 2 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
-        if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+#if !defined(MOORAGE_LANES)
+        if (rows <= FEW) {
+            const int64_t ld = padded(m.cols);
+            int64_t t = 0;
+            x += at * ld;
+            for (; NREG == 1 && t + 4 <= n; t += 4) stream<Reader, NREG == 1 ? 4 : 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+            for (; t + 2 <= n; t += 2) stream<Reader, 2>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+            if (t < n) stream<Reader, 1>(m, r0, nr, x + t * ld, next, s.c + t * BLOCK);
+            return;
+        }
+#endif
+        blocked<Reader>(m, r0, nr, x, rows, at, n, next, s);
     });
 }
 

@@ -1,5 +1,9 @@
-// A few rows of x against floats with AVX2: weights go from their stored bits into products, two or three rows of them at once, so that what is
+// A few rows of x against floats with AVX2: weights go from their stored bits into products, two to four rows of them at once, so that what is
 // loaded of x meets all of them.
+//
+// Rows that are multiplied together lie far apart in their block (0, 8, 16 and 24, then 1, 9, 17 and 25), so that each is read from where the one
+// before it ended: as many streams as rows, which the hardware follows from row to row. Of neighbours it begins four new ones every four
+// rows; one row of x against bf16 then reads at three quarters of the rate.
 //
 // Numerics: those of kernels/gemm.h. Of bf16 a register has every other column, as a shift or a mask makes it of sixteen of them: x lies alike, and
 // sums are folded in the order that all others are.
@@ -77,8 +81,9 @@ template <class T, int R> struct FewRows {
     const T* row[R];
     const uint8_t* soon[R]; // lines that are read later
     int64_t steps;
+    int apart; // rows
 };
-// sums[r][t] += products, of H halves of every sixteen columns, from half FROM on. With the first half lines come nearer, as many as are read.
+// sums[r * apart][t] += products, of H halves of every sixteen columns, from half FROM on. With the first half lines come nearer, as many as are read.
 template <class T, int R, int N, int FROM, int H>
 __attribute__((noinline)) void few_tile(const FewRows<T, R>& w, const float* x, bool first, float (*sums)[FEW_FLOATS][LANES]) {
     constexpr int64_t BYTES = LANES * sizeof(T), LINE = 64 / BYTES; // steps of a line
@@ -89,7 +94,7 @@ __attribute__((noinline)) void few_tile(const FewRows<T, R>& w, const float* x, 
 #pragma GCC unroll 4
             for (int t = 0; t < N; t++)
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++) f(acc[h][t][r], &sums[r][t][(FROM + h) * RLANES]);
+                for (int r = 0; r < R; r++) f(acc[h][t][r], &sums[r * w.apart][t][(FROM + h) * RLANES]);
     };
     if (first)
         each([](VF& sum, float*) { sum = VF{}; });
@@ -131,38 +136,46 @@ __attribute__((noinline)) void few_tile(const FewRows<T, R>& w, const float* x, 
     each([](VF& sum, float* at) { memcpy(at, &sum, REG); });
 }
 
+constexpr int64_t SOON = 512; // bytes between what is multiplied and what comes nearer in the same stream; 256 and 1,024 are as good, 4,096 is not
+
 // N rows of x against rows [r0, r0 + nr). Two rows of x and more are multiplied a part of their columns at a time, 16 KB that stay in L1 beside three
 // rows of weights; in between sums are in memory. Of four rows of x twelve sums are half a register's columns of three rows of weights: even, then odd.
 template <class T, int N> __attribute__((noinline)) void few_floats(const Matrix& m, int64_t r0, int nr, const float* x, const uint8_t* next, float* c) {
-    constexpr int R = N == 3 ? 2 : 3, H = N == 4 ? 1 : 2;
-    const int64_t steps = lane_steps(m.cols), whole = m.cols / GROUP * 2, PART = N == 2 ? 128 : 64;
+    constexpr int R = N == 1 ? 4 : N == 3 ? 2 : 3, H = N == 4 ? 1 : 2;
+    constexpr int64_t BYTES = LANES * sizeof(T);
+    const int64_t steps = lane_steps(m.cols), whole = m.cols / GROUP * 2, PART = N == 1 ? whole + 1 : N == 2 ? 128 : 64;
+    const int apart = (nr + R - 1) / R;
     alignas(32) float sums[BLOCK + R][FEW_FLOATS][LANES];
     const uint8_t* base = m.data + r0 * m.stride;
-    constexpr int64_t BYTES = LANES * sizeof(T);
+    const auto place = [&](int r, int i) { return r + i * apart < nr ? r + i * apart : nr - 1; };
     const auto multiply = [&](const FewRows<T, R>& w, int64_t k, int r) {
         const float* from = x + k * LANES * N;
         few_tile<T, R, N, 0, H>(w, from, !k, sums + r);
         if (H == 1) few_tile<T, R, N, 1, 1>(w, from, !k, sums + r);
     };
     for (int64_t k = 0; k < whole; k += PART) {
-        const bool last = k + PART >= whole;
-        const int64_t some = last ? whole - k : PART;
-        const uint8_t *here = base + k * BYTES, *then = last ? next : here + some * BYTES;
-        for (int r = 0; r < nr; r += R) {
-            FewRows<T, R> w{{}, {}, some};
-            for (int i = 0; i < R; i++) {
-                w.row[i] = (const T*)(here + (r + i < nr ? r + i : nr - 1) * m.stride);
-                w.soon[i] = rows_ahead(here, m.stride, r + i, nr, R, then, some * BYTES);
-            }
+        const int64_t some = whole - k < PART ? whole - k : PART;
+        const uint8_t *here = base + k * BYTES, *then = k + PART < whole ? here + some * BYTES : next;
+        // What comes nearer meanwhile. Parts of rows are no streams: then the next block's rows, evenly, or with half registers, whose lines
+        // come in two turns, the next row's part.
+        const auto soon = [&](int r, int i) {
+            const int64_t stream = i * apart * m.stride;
+            if (PART < whole && H == 2 && next) return next + stream + (k * apart + r * some) * BYTES;
+            if (r + 1 == apart && then) return then + stream;
+            return PART < whole && r + 1 < apart ? here + (r + 1) * m.stride + stream : here + place(r, i) * m.stride + SOON;
+        };
+        for (int r = 0; r < apart; r++) {
+            FewRows<T, R> w{{}, {}, some, apart};
+            for (int i = 0; i < R; i++) w.row[i] = (const T*)(here + place(r, i) * m.stride), w.soon[i] = soon(r, i);
             multiply(w, k, r);
         }
     }
     if (whole < steps)
-        for (int r = 0; r < nr; r += R) { // columns behind the last whole group
+        for (int r = 0; r < apart; r++) { // columns behind the last whole group
             T end[R][GROUP] = {};
-            FewRows<T, R> w{{}, {}, 2};
+            FewRows<T, R> w{{}, {}, 2, apart};
             for (int i = 0; i < R; i++) {
-                memcpy(end[i], base + (r + i < nr ? r + i : nr - 1) * m.stride + whole * BYTES, m.cols % GROUP * sizeof(T));
+                memcpy(end[i], base + place(r, i) * m.stride + whole * BYTES, m.cols % GROUP * sizeof(T));
                 w.row[i] = end[i], w.soon[i] = (const uint8_t*)end[i];
             }
             multiply(w, whole, r);
@@ -172,7 +185,7 @@ template <class T, int N> __attribute__((noinline)) void few_floats(const Matrix
 }
 
 inline void few_floats(const Matrix& m, int64_t r0, int nr, const float* x, int64_t n, const uint8_t* next, float* c) {
-    with_float(m.format, [&]<class T>() { (n == 2 ? few_floats<T, 2> : n == 3 ? few_floats<T, 3> : few_floats<T, 4>)(m, r0, nr, x, next, c); });
+    with_float(m.format, [&]<class T>() { (n == 1 ? few_floats<T, 1> : n == 2 ? few_floats<T, 2> : n == 3 ? few_floats<T, 3> : few_floats<T, 4>)(m, r0, nr, x, next, c); });
 }
 
 } // namespace MOORAGE_ISA
