@@ -20,6 +20,14 @@ inline const uint8_t* rows_ahead(const uint8_t* base, int64_t stride, int r, int
     return row < nr ? base + row * stride : next ? next + (row - nr) * stride : base;
 }
 
+// The same where rows are read that lie far apart in a block: each goes on where the one before it ended, a stream that the hardware follows. `behind` rows of it
+// are left behind this one, then it goes on at `next`. On Zen 3 1 to 4 KB are as good; without, F8_E4M3 lost 8 %.
+inline const uint8_t* stream_ahead(const uint8_t* row, int64_t stride, int behind, const uint8_t* next) {
+    constexpr int64_t AHEAD = 2048;
+    const int64_t over = AHEAD - behind * stride; // in the next stream, once this row is read
+    return over > 0 && next ? next + (over > stride ? over - stride : 0) : row + AHEAD;
+}
+
 // What is in memory stays there and comes back as operands where it is needed: scales kept in registers would need a shuffle each, and what
 // is read early is spilled.
 inline void in_order() { __asm__ volatile("" ::: "memory"); }

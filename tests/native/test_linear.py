@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine import _native
 from engine.kernels.cpu import CpuOps
+from engine.kernels.ops import Quant
 from engine.kernels.reference import dequantize
 from tests.native.helpers import block_bytes, close
 
@@ -126,6 +127,16 @@ def test_a_weight_that_is_not_a_number_spoils_its_own_row_alone(ops, rng, rows: 
     out, others = ops.linear(x, w), [0, 1, 3, 4, 6]
     assert out[:, [2, 5]].isnan().all()
     assert torch.equal(out[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "Q8_0", "Q4_K", "IQ2_XXS"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_how_many_rows_a_matrix_has_changes_no_bit(ops, rng, kind: str, rows: int) -> None:
+    """Rows of weights are read in an order that depends on how many a block has."""
+    x, w = torch.randn(rows, 768, generator=rng), block_bytes(kind, rows=35, cols=768, seed=5)
+    whole = ops.linear(x, w)
+    for n in (1, 2, 3, 5, 8, 13, 31, 33):
+        assert torch.equal(ops.linear(x, Quant(w.data[:n].contiguous(), kind, 768)), whole[:, :n]), n
 
 
 @pytest.mark.parametrize("exponent", [-126, -60, -7, 0, 100])
