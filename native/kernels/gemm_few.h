@@ -104,17 +104,12 @@ __attribute__((noinline)) void few_tile(const FewRows<T, R>& w, const float* x, 
     const uint8_t* soon[R];
     for (int r = 0; r < R; r++) row[r] = w.row[r], soon[r] = w.soon[r];
     x += FROM * RLANES;
-    const int64_t n = w.steps, half = FROM * (n / 2) * BYTES;
+    const int64_t n = w.steps;
     int64_t s = 0;
     do {
-        if (H == 2)
+        if (FROM == 0)
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) __builtin_prefetch(soon[r] + s * BYTES, 0, 2);
-        else { // evenly over both halves: a line or two of three rows
-            const int64_t at = half + s / LINE / 2 * LINE * BYTES;
-            __builtin_prefetch(soon[s / LINE % 2] + at, 0, 2);
-            if (s / LINE % 2) __builtin_prefetch(soon[2] + at, 0, 2);
-        }
 #pragma GCC unroll 2
         for (int64_t u = 0; u < LINE; u++)
 #pragma GCC unroll 2
@@ -156,13 +151,11 @@ template <class T, int N> __attribute__((noinline)) void few_floats(const Matrix
     for (int64_t k = 0; k < whole; k += PART) {
         const int64_t some = whole - k < PART ? whole - k : PART;
         const uint8_t *here = base + k * BYTES, *then = k + PART < whole ? here + some * BYTES : next;
-        // What comes nearer meanwhile. Parts of rows are no streams: then the next block's rows, evenly, or with half registers, whose lines
-        // come in two turns, the next row's part.
+        // What comes nearer meanwhile. Parts of rows are no streams: then the next block's rows, evenly.
         const auto soon = [&](int r, int i) {
             const int64_t stream = i * apart * m.stride;
-            if (PART < whole && H == 2 && next) return next + stream + (k * apart + r * some) * BYTES;
-            if (r + 1 == apart && then) return then + stream;
-            return PART < whole && r + 1 < apart ? here + (r + 1) * m.stride + stream : here + place(r, i) * m.stride + SOON;
+            if (PART < whole && next) return next + stream + (k * apart + r * some) * BYTES;
+            return r + 1 == apart && then ? then + stream : here + place(r, i) * m.stride + SOON;
         };
         for (int r = 0; r < apart; r++) {
             FewRows<T, R> w{{}, {}, some, apart};
